@@ -33,6 +33,7 @@ from simplefsdp.words import few_ranks
 log = logging.getLogger("simplefsdp")
 TIMEOUT_S = 300.0
 _VARIABLE = "SIMPLEFSDP_TIMEOUT_S"
+_PAST = 8  # turns after which nobody needs what one left in the store
 _PATIENCE_S = 10.0  # seconds of waiting after which a rank says who is missing
 # What the ranks have agreed on, by the default process group in which they did.
 _agreed: WeakKeyDictionary[Any, set[tuple[tuple[int, ...], str]]] = WeakKeyDictionary()
@@ -149,6 +150,10 @@ def _compared(
             odd = next(i for i, other in enumerate(digests) if other != digests[0])
             verdict = f"{_DIFFERENT}{ranks[0]} {ranks[odd]}"
         _decide(store, turn, verdict)
+        past = (f"{turn - _PAST}/{of_all}" for of_all in ("verdict", "impatient"))
+        for key in (f"{turn}/count/{digest}", f"{turn}/arrived", *past):
+            store.delete_key(key)
+    store.delete_key(f"{turn - _PAST}/digest/{me}")
     return turn, _verdict(what, store, turn, ranks, timeout_s, late)
 
 

@@ -101,6 +101,7 @@ from simplefsdp._torch.tensors import (
     memory_of,
     order_of_saved,
     reduces_in_param_dtype,
+    set_local_tensor,
     shard_storage_of,
     storage_number,
     storage_of,

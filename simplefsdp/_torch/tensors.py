@@ -267,6 +267,11 @@ def local_tensor(tensor: DTensor) -> torch.Tensor:
     return tensor._local_tensor
 
 
+def set_local_tensor(tensor: DTensor, local: torch.Tensor) -> None:
+    """Have ``local``, a view of the same memory, be the local tensor of a DTensor."""
+    tensor._local_tensor = local
+
+
 def version_of(tensor: DTensor) -> int:
     """Grows with every write, be it to the DTensor or to the shard in it; but for a tensor that was
     made in inference mode, which does not tell."""

@@ -112,7 +112,7 @@ def simplefsdp(
         together=together,
         again=again,
     )
-    until, sums, kept_places = _told_of_now(gm)
+    until, sums, kept_full = _told_of_now(gm)
     noting = noting_gathers(gm)
     if extension is None:
         compiled = compile_with_local_inputs(gm, example_inputs, compile_graph)
@@ -122,7 +122,7 @@ def simplefsdp(
         compiled = called(compile_graph(whole, inputs, whole_step=True))
     if len(ranks) > 1:
         compiled = watching(noting(compiled), ranks, device.type)
-    compiled = refreshing(compiled, kept_places, ranks, timeout_s)
+    compiled = refreshing(compiled, kept_full, ranks, timeout_s)
     return _refusing_lost_values(compiled, gathered, ranks, timeout_s)
 
 
@@ -314,19 +314,24 @@ def _shapes(gathered: Mapping[int, str], inputs: Sequence[Any]) -> dict[str, tor
     return {fqn: inputs[place].shape for place, fqn in gathered.items()}
 
 
-def _told_of_now(gm: GraphModule) -> tuple[dict[int, str], list[int], list[int]]:
+_Pairs = list[tuple[int, int]]
+
+
+def _told_of_now(gm: GraphModule) -> tuple[dict[int, str], _Pairs, _Pairs]:
     """What the keyword arguments of the gathers say, by places among the inputs of ``gm``: how far
-    the gradient of a parameter is reduced, for some; which inputs are sums of deferred gradients;
-    and of which parameters a full one is kept."""
+    the gradient of a parameter is reduced, for some; which inputs are sums of a parameter's
+    deferred gradients, and which are kept full ones, each with the parameter."""
     place_of = {node: i for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
-    until, sums, kept = {}, [], []
+    until: dict[int, str] = {}
+    sums: _Pairs = []
+    kept: _Pairs = []
     for node in gathers_of(gm):
         place = place_of[node.args[0]]  # type: ignore[index]
         if "until" in node.kwargs:
             until[place] = str(node.kwargs["until"])
-        if "kept" in node.kwargs:
-            kept.append(place)
-        sums += [place_of[n] for k, n in node.kwargs.items() if k != "kept" and n in place_of]  # type: ignore[comparison-overlap,index]
+        for name, value in node.kwargs.items():
+            if value in place_of:  # type: ignore[comparison-overlap]
+                (kept if name == "kept" else sums).append((place, place_of[value]))  # type: ignore[index]
     return until, sums, kept
 
 

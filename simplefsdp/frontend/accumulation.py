@@ -61,6 +61,10 @@ def deferral_of(module: nn.Module, name: str) -> dict[str, Any]:
     if not torch.is_grad_enabled() or param is None or not param.requires_grad:
         return {}
     deferral: dict[str, Any] = module.__dict__.get(DEFERRALS, {}).get(name, {})
+    # Where it is compiled, noting_backwards() sees to that.
+    if deferral and not torch.compiler.is_compiling():
+        tensors = (value for value in deferral.values() if isinstance(value, Tensor))
+        return deferral if _has_sums(param, tensors) else {}
     return deferral
 
 
@@ -157,11 +161,11 @@ def _deferral(param: DTensor, layout: ParameterLayout, sync: Sync) -> Deferral:
 
 
 def noting_backwards(
-    compiled: Callable[..., Any], until: Mapping[int, str], sums: Sequence[int]
+    compiled: Callable[..., Any], until: Mapping[int, str], sums: Iterable[tuple[int, int]]
 ) -> Callable[..., Any]:
     """``compiled``, whose backward notes for which parameters it deferred the gradient. ``until``
-    says how far each is reduced, by the parameter's place among the inputs; ``sums`` are the places
-    of the tensors that backwards write to."""
+    says how far each is reduced, by the parameter's place among the inputs; ``sums`` are places of
+    parameters, each with that of a tensor that backwards write to."""
     if not until:
         return compiled
 
@@ -169,7 +173,9 @@ def noting_backwards(
         own = list(args)
         # By ``.data`` each call has its own version counters: autograd raises if a tensor that one
         # call has saved is written to by another call.
-        for place in sums:
+        for param, place in sums:
+            if not _has_sums(args[param], [args[place]]):
+                raise ValueError(_OTHERS)
             own[place] = args[place].data
         outputs = compiled(*own)
         params = [(args[place], goal) for place, goal in until.items()]
@@ -179,6 +185,21 @@ def noting_backwards(
         return outputs
 
     return call
+
+
+_OTHERS = (
+    "torch.func.functional_call, or swap_tensors, has put other tensors in the place of parameters "
+    "whose gradients add up without communication, and theirs would be added to those: not inside "
+    "microbatch(is_last=False), nor after set_requires_gradient_sync(False), on compiled code"
+)
+
+
+def _has_sums(param: Tensor, tensors: Iterable[object]) -> bool:
+    """Whether ``tensors`` are where gradients of ``param`` add up. If not, ``param`` is another
+    tensor that stands in the place of a parameter for a while."""
+    sums: Sums | None = param.__dict__.get(SUMS)
+    own = () if sums is None else (sums.unreduced, sums.partial)
+    return all(any(tensor is one for one in own) for tensor in tensors)
 
 
 def note_backward(full: Tensor, param: Tensor, until: str) -> None:

@@ -14,6 +14,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from simplefsdp._torch import dispatch_mode, is_skipped_by_dynamo, run_as_it_is
 from simplefsdp.frontend.assigned import refuse_assigned_since
+from simplefsdp.frontend.kept import refresh_all
 from simplefsdp.frontend.plain_state import shard_plain_state
 from simplefsdp.frontend.wrapped import ignored_params
 
@@ -149,8 +150,9 @@ run_as_it_is(refuse_unsharded)
 
 def check_before_eager_forward(model: nn.Module) -> None:
     """See that no parameter came after the wrap, and that nothing records the forward that cannot
-    record gathers; say if a mode keeps the model eager."""
-    if torch.jit.is_tracing():
+    record gathers; gather again what is kept and has changed; say if a mode keeps the model eager.
+    """
+    if torch.jit.is_tracing():  # type: ignore[attr-defined]
         raise ValueError(
             f"torch.jit.trace of {type(model).__name__}, or what is built on it (tensorboard's "
             "add_graph, counters of FLOPs, torch.onnx.export(dynamo=False)), cannot record how "
@@ -158,6 +160,7 @@ def check_before_eager_forward(model: nn.Module) -> None:
             "writeback=False):`"
         )
     refuse_unsharded(model)
+    refresh_all(model)
     mode = dispatch_mode()
     if mode is not None:
         _warn_of_mode(mode)

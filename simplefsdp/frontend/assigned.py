@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from simplefsdp._torch import storage_number
 
@@ -33,6 +33,13 @@ def refuse_assigned(named: Iterable[tuple[str, Tensor]]) -> None:
                 "optimizer that puts weights back, such as SAM"
             )
         setattr(param, _SEEN, (*now, fqn))
+
+
+def forget_seen(module: nn.Module) -> None:
+    """Forget what :func:`refuse_assigned` noted of the own parameters of ``module``, a copy: the
+    ``id`` of the parameter that one was copied from may be its own by now."""
+    for param in module._parameters.values():
+        getattr(param, "__dict__", {}).pop(_SEEN, None)
 
 
 def refuse_assigned_since(params: Iterable[Tensor]) -> None:

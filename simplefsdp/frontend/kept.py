@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +23,7 @@ from simplefsdp import _torch, rank_guard, rank_sequence
 from simplefsdp._torch import local_tensor, version_of
 from simplefsdp.frontend import living, loaded
 from simplefsdp.frontend.gather import ON_META, gather_shard
-from simplefsdp.frontend.gather_spec import GatherSpec
+from simplefsdp.frontend.gather_spec import GatherSpec, padded_rows
 from simplefsdp.frontend.wrapped import KEPT, is_wrapped, layouts_of, mark_stays, shards_of
 from simplefsdp.rank_sequence import PlainLoad
 
@@ -45,7 +45,17 @@ class _Kept:
 def kept_of(module: nn.Module, name: str) -> Tensor | None:
     """The full parameter that is kept, in ``param_dtype``; None if it is gathered when read."""
     full: Tensor | None = module.__dict__.get(KEPT, {}).get(name)
-    return full
+    # Where it is compiled, refreshing() sees to that.
+    if full is None or torch.compiler.is_compiling() or _is_of(full, module._parameters[name]):
+        return full
+    return None
+
+
+def _is_of(full: Tensor, param: Any) -> bool:
+    """Whether ``full`` was gathered from ``param``. If not, ``param`` is another tensor that stands
+    in the place of a parameter for a while."""
+    kept: _Kept | None = param.__dict__.get(_OF_SHARD)
+    return kept is not None and kept.full is full
 
 
 @torch.compiler.disable
@@ -120,6 +130,16 @@ def kept_stays(module: nn.Module) -> Iterator[None]:
     expect_writes(param for param, _ in stayed)
 
 
+def share_versions(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> None:
+    """Have writes to what ``state_dict`` has of the own parameters of ``module``, as a checkpoint
+    is loaded into it, raise the versions of their shards: torch detaches below autograd, where a
+    tensor gets a version of its own."""
+    for name, shard in shards_of(module):
+        value = state_dict.get(prefix + name)
+        if isinstance(value, DTensor) and value is not shard:
+            _torch.set_local_tensor(value, local_tensor(shard).detach())
+
+
 def expect_writes(params: Iterable[Any]) -> None:
     """Have the next forward gather what is kept of ``params`` anew: unseen writes may come."""
     for param in params:
@@ -158,7 +178,7 @@ def _watch_optimizers() -> None:
         params = [param for group in optimizer.param_groups for param in group["params"]]
         expect_writes(params)
         for param in params if _all else ():
-            _note_write_to(param.detach())
+            _note_write_to(param if isinstance(param, DTensor) else param.detach())
 
     register_optimizer_step_post_hook(note_step)
 
@@ -179,32 +199,60 @@ def _note_write_to(tensor: Tensor) -> None:
             kept.version = -1
 
 
-def refresh(params: Iterable[Any], ranks: tuple[int, ...], timeout_s: float | None = None) -> None:
-    """Gather again what is kept of those ``params`` that have changed; collective if any has."""
-    kept = [(param, param.__dict__.get(_OF_SHARD)) for param in params]
-    stale = [(param, k) for param, k in kept if k is not None and k.version != version_of(param)]
+@torch.compiler.disable
+def refresh_all(model: nn.Module) -> None:
+    """:func:`refresh` for all parameters of ``model``, before an eager forward."""
+    if _all:
+        refresh(shard for module in model.modules() for _, shard in shards_of(module))
+
+
+def refresh(
+    params: Iterable[Any], ranks: tuple[int, ...] | None = None, timeout_s: float | None = None
+) -> None:
+    """Gather again what is kept of those ``params`` that have changed; collective if any has, over
+    ``ranks``, by default those of the parameters."""
+    shards = {id(param): param for param in params}.values()
+    kept = [(p, k) for p in shards if (k := p.__dict__.get(_OF_SHARD)) is not None]
+    stale = [k for param, k in kept if k.version != version_of(param)]
     if not stale:
         return
-    lines = [k.spec.fqn for _, k in stale]
+    # A rank without rows of a parameter may not see a write to it, but does see those to others.
+    again = [(p, k) for p, k in kept if k in stale or _is_empty_somewhere(k.spec)]
+    lines = [k.spec.fqn for _, k in again]
+    ranks = rank_guard.ranks_of_params(p for p, _ in again) if ranks is None else ranks
     rank_guard.agree("what to gather again", lines, ranks, timeout_s, remember=False)
-    given = loaded.taken_of([param for param, _ in stale])
-    for (param, k), its in zip(stale, given, strict=True):
+    given = loaded.taken_of([param for param, _ in again])
+    for (param, k), its in zip(again, given, strict=True):
         k.full.copy_(_gather(param, k.spec, its))
         _note_shard(param, k)
 
 
 def refreshing(
-    compiled: Callable[..., Any], places: Sequence[int], ranks: tuple[int, ...], timeout_s: float
+    compiled: Callable[..., Any],
+    places: Sequence[tuple[int, int]],
+    ranks: tuple[int, ...],
+    timeout_s: float,
 ) -> Callable[..., Any]:
-    """``compiled``, with what is kept gathered again before a call if the shards have changed."""
+    """``compiled``, with what is kept gathered again before a call if the shards have changed;
+    ``places``, among its inputs, are of shards, each with that of what is kept of it."""
     if not places:
         return compiled
 
     def call(*args: Any) -> Any:
-        refresh([args[place] for place in places], ranks, timeout_s)
+        if not all(_is_of(args[full], args[shard]) for shard, full in places):
+            raise ValueError(
+                "torch.func.functional_call, or swap_tensors, has put other tensors in the place "
+                "of parameters that unshard() keeps in full, and these would be read: call "
+                "reshard() before"
+            )
+        refresh([args[shard] for shard, _ in places], ranks, timeout_s)
         return compiled(*args)
 
     return call
+
+
+def _is_empty_somewhere(spec: GatherSpec) -> bool:
+    return spec.shard_ranks > 1 and spec.rows <= padded_rows(spec) * (spec.shard_ranks - 1)
 
 
 def _gather_again(param: DTensor, kept: _Kept, given: Sequence[PlainLoad]) -> None:

@@ -40,7 +40,7 @@ from simplefsdp.frontend.accumulation import (
     sums_stay,
 )
 from simplefsdp.frontend.after_wrap import note_replaced
-from simplefsdp.frontend.assigned import refuse_assigned, refuse_assigned_since
+from simplefsdp.frontend.assigned import forget_seen, refuse_assigned, refuse_assigned_since
 from simplefsdp.frontend.eager_guard import note_gather
 from simplefsdp.frontend.equal_classes import equal_to_plain
 from simplefsdp.frontend.gather import ON_META, gather
@@ -66,7 +66,6 @@ from simplefsdp.frontend.wrapped import (
     is_wrapped,
     know_own_forward,
 )
-from simplefsdp.rank_guard import ranks_of_params
 
 _CASTS = "_simple_fsdp_casts"  # on a subclass whose forward casts, for instances with a policy
 
@@ -123,9 +122,8 @@ def _methods(cls: type[nn.Module]) -> dict[str, Any]:
 
     def _save_to_state_dict(self: nn.Module, *args: Any) -> None:
         refuse_assigned_since(param for param in self._parameters.values() if param is not None)
-        # A checkpoint may be loaded into the tensors that this gives.
-        kept.expect_writes(self._parameters.values())
         cls._save_to_state_dict(self, *args)
+        kept.share_versions(self, *args[:2])
 
     def _apply(self: nn.Module, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         kept.free_everywhere(self)  # for parameters may get another dtype, or lose their values
@@ -135,6 +133,7 @@ def _methods(cls: type[nn.Module]) -> dict[str, Any]:
     def __setstate__(self: nn.Module, state: dict[str, Any]) -> None:
         cls.__setstate__(self, state)
         living.note(self)  # a copy
+        forget_seen(self)
         loaded.remember(self)
         kept.forget(self)
         begin_anew(self)
@@ -290,7 +289,7 @@ def _read_eagerly(module: nn.Module, name: str, param: Tensor, layout: Parameter
     if isinstance(param, DTensor):
         refuse_assigned([(fqn, param)])
         if "kept" in now:
-            kept.refresh([param], ranks_of_params([param]))
+            kept.refresh([param])
         else:
             taken = functools.partial(loaded.taken, module, name)
             note_gather(param.device_mesh, fqn, layout.spec.shard_group, taken)

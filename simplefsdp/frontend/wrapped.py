@@ -92,11 +92,15 @@ def check_placed_alike(module: nn.Module, name: str, param: object) -> None:
             f"placed {param.placements}; redistribute it, or load a plain tensor by "
             "load_state_dict(), and change shapes before simple_fsdp"
         )
+    own = module._parameters.get(name)
+    if isinstance(own, DTensor):
+        check_own_rows(layout.spec.fqn, param, own)
 
 
 def check_own_rows(what: str, value: DTensor, param: DTensor) -> None:
-    """Refuse to load ``value`` into ``param``, or its optimizer's state, if it has the rows of
-    another rank: a DTensor that was pickled remembers who wrote it."""
+    """Refuse ``value`` for ``param``, or its optimizer's state, if it has the rows of another rank:
+    a DTensor that was pickled remembers who wrote it; and a mesh may have its ranks in another
+    order."""
     mesh, own = value.device_mesh, param.device_mesh
     there, here = mesh.get_coordinate(), own.get_coordinate()
     if there is None or here is None or mesh.shape != own.shape:

@@ -55,6 +55,13 @@ class Interleaved:
     def check(self, keys):
         return self._store.check(keys)
 
+    def delete_key(self, key):
+        return self._store.delete_key(key)
+
+    def there(self):
+        """The keys that are there."""
+        return {key for key in self.keys if self._store.check([key])}
+
 
 class World:
     """Ranks that take turns in this process."""
@@ -119,6 +126,24 @@ def test_what_was_agreed_on_is_not_asked_again(world):
     touched = len(world.store.keys)
     assert arrive(world, 0) == arrive(world, 1) == "False"
     assert len(world.store.keys) == touched
+
+
+def test_nothing_stays_in_the_store_of_turns_long_past(world):
+    """What is kept in full is compared in every step."""
+
+    def turns(n: int) -> int:
+        for _ in range(n):
+            told = []
+            world.store.before["/verdict"] = lambda told=told: told.append(
+                world.on(1, have_the_same, "it", "same", (0, 1), timeout_s=0.1)
+            )
+            assert [world.on(0, have_the_same, "it", "same", (0, 1), timeout_s=0.1), *told] == [
+                "True",
+                "True",
+            ]
+        return len(world.store.there())
+
+    assert turns(20) == turns(20)
 
 
 def test_whether_ranks_have_the_same_is_no_error_and_is_asked_each_time(world):

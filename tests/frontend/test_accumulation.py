@@ -678,6 +678,27 @@ def test_memory_that_is_not_there_changes_nothing(solo_mesh, monkeypatch):
     assert all(param.grad is not None for param in model.parameters())
 
 
+@pytest.mark.parametrize("executor", ["eager", "aot_eager"])
+def test_gradients_of_other_tensors_do_not_add_up_with_the_models(solo_mesh, executor):
+    """At weights that stand in the place of the model's for a while, as for virtual adversaries."""
+    model = simple_fsdp(nn.Linear(4, 1, bias=False), solo_mesh)
+    x, other = torch.ones(1, 4), {"weight": torch.zeros_like(model.weight, requires_grad=True)}
+    if executor == "aot_eager":
+        torch._dynamo.reset()
+        model.compile(backend="simplefsdp", options={"executor": executor})
+    with microbatch(model, is_last=False):
+        model(x).backward()
+        if executor == "aot_eager":
+            with pytest.raises(ValueError, match="not inside microbatch"):
+                torch.func.functional_call(model, other, (x,))
+        else:
+            torch.func.functional_call(model, other, (5 * x,)).backward()
+            assert other["weight"].grad.full_tensor().eq(5).all()
+    with microbatch(model, is_last=True):
+        model(2 * x).backward()
+    assert model.weight.grad.full_tensor().eq(3).all()
+
+
 def branches():
     """Each rank reads another parameter of a model that is kept, so that nothing is gathered."""
     model = wrapped(nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]), mp_policy=None)

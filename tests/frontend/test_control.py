@@ -262,6 +262,91 @@ def test_what_was_wrapped_by_itself_is_unsharded_by_itself(solo_mesh):
     assert are_kept() == [False, False, False]
 
 
+def in_their_place(model, weights, x):
+    return torch.func.functional_call(model, weights, (x,))
+
+
+def swapped(model, weights, x):
+    for fqn, param in model.named_parameters():
+        torch.utils.swap_tensors(param, weights[fqn])
+    return model(x)
+
+
+@pytest.mark.parametrize("executor", ["eager", "aot_eager"])
+@pytest.mark.parametrize("call", [in_their_place, swapped])
+def test_what_is_kept_is_not_read_in_the_place_of_others(solo_mesh, executor, call):
+    """Weights of a teacher, say, or of an average."""
+    model, x = simple_fsdp(nn.Linear(4, 3), solo_mesh), torch.ones(2, 4)
+    teacher = copy.deepcopy(model)
+    with torch.no_grad():
+        for param in teacher.parameters():
+            param.fill_(1)
+        wanted, weights = teacher(x), dict(teacher.named_parameters())
+        model.unshard()
+        model(x)
+        if executor == "aot_eager":
+            torch._dynamo.reset()
+            model.compile(backend="simplefsdp", options={"executor": executor})
+            model(x)
+            with pytest.raises(ValueError, match=r"unshard\(\) keeps.*call reshard\(\)"):
+                call(model, weights, x)
+            model.reshard()
+        is_swapped = executor == "aot_eager" and call is swapped
+        assert torch.equal(model(x) if is_swapped else call(model, weights, x), wanted)
+
+
+@pytest.mark.parametrize("executor", ["eager", "aot_eager"])
+def test_a_checkpoint_is_loaded_into_tensors_that_were_given_before(solo_mesh, tmp_path, executor):
+    model, x = simple_fsdp(nn.Linear(4, 3), solo_mesh), torch.ones(2, 4)
+    run = run_of(model, executor)
+    with torch.no_grad():
+        before = run(x)
+        dcp.save(dict(model.state_dict()), checkpoint_id=tmp_path / "step", no_dist=True)
+        for param in model.parameters():
+            param.zero_()
+        model.unshard()
+        state = dict(model.state_dict())
+        for _ in range(2):  # the second time nothing of that state is new
+            assert not run(x).any()
+        dcp.load(state, checkpoint_id=tmp_path / "step", no_dist=True)
+        assert torch.equal(run(x), before)
+
+
+def state_dicts_and_empty_shards(executor: str) -> None:
+    """One rank asks for a state dict, between two forwards of one backward; and what has no rows
+    on a rank is left out by hand there."""
+    plain = nn.Sequential(Mlp(), nn.Linear(DIM, 1))
+    model = wrapped(plain)
+    run = run_of(model, executor)
+    model.unshard()
+    for step in range(2):
+        loss = mean(run(*mine(rows(step))))
+        if dist.get_rank() == 0:
+            model.state_dict()
+        (loss + mean(run(*mine(rows(step + 1))))).backward()
+        sum(mean(plain(*rows(number))) for number in (step, step + 1)).backward()
+        check_grads(plain, model, tolerance=1e-4)
+        for param in (*plain.parameters(), *model.parameters()):
+            is_shard = isinstance(param, DTensor)
+            own, grad = ((t.to_local() if is_shard else t) for t in (param.detach(), param.grad))
+            if own.numel():
+                (param.to_local() if is_shard else param).detach().sub_(grad, alpha=0.1)
+            param.grad = None
+
+
+@pytest.mark.parametrize("executor", ["eager", "aot_eager"])
+def test_ranks_see_the_same_writes(pools, executor):
+    pools(2).run(state_dicts_and_empty_shards, executor)
+
+
+def test_a_copys_parameters_were_not_seen_before(solo_mesh):
+    """The parameter that one was copied from may be gone, and its ``id`` the copy's."""
+    model = simple_fsdp(nn.Linear(4, 3), solo_mesh)
+    model(torch.ones(2, 4))
+    marks = [set(p.__dict__) for m in (model, copy.deepcopy(model)) for p in m.parameters()]
+    assert "_simple_fsdp_storage" in marks[0] and "_simple_fsdp_storage" not in marks[2]
+
+
 def moved(one, whole):
     one.to("cpu")  # swaps the tensors of its parameters, though they are there
 
