@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import functools
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from simplefsdp._torch import handle_full_tensor
 from simplefsdp.frontend.accumulation import deferral_of
 from simplefsdp.frontend.gather import gather
-from simplefsdp.frontend.living import living_shards, modules
-from simplefsdp.frontend.wrapped import layouts_of, shards_of
+from simplefsdp.frontend.living import living_shards, owner_of
+from simplefsdp.frontend.wrapped import layouts_of
 
 
 @functools.cache
@@ -34,16 +34,14 @@ def reduce_gradients_of_full_tensors() -> None:
 
 def _full_tensor(param: DTensor) -> Tensor | None:
     """The full tensor of a wrapped parameter, on every rank; None of any other tensor."""
-    for module in modules():
-        layouts = layouts_of(module)
-        for name, shard in shards_of(module) if layouts else ():
-            if shard is param and name in layouts and not param.is_meta:
-                layout = layouts[name]
-                spec = layout.spec._replace(param_dtype=None, tensor_class="")
-                full = gather(param, *spec.arguments(), **deferral_of(module, name))
-                tp = layout.tensor_parallel
-                return full if tp is None else tp.rewrap(full).full_tensor()
-    return None
+    owner = owner_of(param) if isinstance(param, nn.Parameter) and not param.is_meta else None
+    layout = None if owner is None else layouts_of(owner[0]).get(owner[1])
+    if owner is None or layout is None:
+        return None
+    spec = layout.spec._replace(param_dtype=None, tensor_class="")
+    full = gather(param, *spec.arguments(), **deferral_of(*owner))
+    tp = layout.tensor_parallel
+    return full if tp is None else tp.rewrap(full).full_tensor()
 
 
 def _looks_wrapped(param: DTensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from weakref import WeakValueDictionary
 
@@ -62,6 +63,22 @@ def owners() -> dict[int, tuple[nn.Module, str]]:
     """The module of each sharded parameter of a living module, and its name there, by its ``id``.
     Of a tied one the last."""
     return {id(param): (module, name) for module in modules() for name, param in shards_of(module)}
+
+
+_found: dict[int, tuple[weakref.ref[nn.Module], str]] = {}  # when owner_of() looked last
+
+
+def owner_of(param: Tensor) -> tuple[nn.Module, str] | None:
+    """The living module that has ``param`` as a sharded parameter, and its name there; None if none
+    has. All modules are looked at only for one that was not there the last time."""
+    ref, name = _found.get(id(param), (None, ""))
+    module = None if ref is None else ref()
+    if module is None or module._parameters.get(name) is not param:
+        now = owners()
+        _found.clear()
+        _found.update((key, (weakref.ref(m), its)) for key, (m, its) in now.items())
+        return now.get(id(param))
+    return module, name
 
 
 def is_sharded_alike(tensor: DTensor, param: DTensor) -> bool:

@@ -18,14 +18,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from inductor_passes.adapters._torch_calls import makes_view, written_by
 from simplefsdp import _torch
-from simplefsdp.frontend.living import is_sharded_alike, living_shards
+from simplefsdp.frontend.living import is_sharded_alike, living_shards, owner_of
 from simplefsdp.frontend.placement import dtensor_like
 from simplefsdp.frontend.reading import in_forward
+from simplefsdp.frontend.wrapped import fqn_of
 
 _aten = torch.ops.aten
 # Operators whose results are views of parts of a plain tensor: their arguments that are dimensions,
@@ -116,6 +118,8 @@ def _parameter_like(tensor: DTensor) -> tuple[str, bool]:
     memory = _torch.memory_of(tensor)
     if memory is None or not _torch.has_memory(tensor):
         return "", False
+    if isinstance(tensor, nn.Parameter) and (owner := owner_of(tensor)) is not None:
+        return fqn_of(*owner), True
     alike = ""
     for fqn, param in living_shards():
         if _has(param, memory):
