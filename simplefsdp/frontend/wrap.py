@@ -227,15 +227,15 @@ def _check_parameter(fqn: str, param: nn.Parameter) -> None:
             "backend adds up and no optimizer takes; keep it in torch.bfloat16 and cast it in "
             "forward, or freeze it by requires_grad_(False) before simple_fsdp"
         )
-    if has_hooks(param) or param.grad is not None:
-        raise ValueError(
-            f"{fqn}: has {'hooks' if param.grad is None else 'a gradient'}, which the "
-            "sharded parameter would not have; set them after simple_fsdp"
-        )
     if is_original(param):
         raise ValueError(
             f"{fqn}: is tied to a parameter that an earlier simple_fsdp call sharded, and "
             "would come apart from it; wrap a module that holds both"
+        )
+    if has_hooks(param) or param.grad is not None:
+        raise ValueError(
+            f"{fqn}: has {'hooks' if param.grad is None else 'a gradient'}, which the "
+            "sharded parameter would not have; set them after simple_fsdp"
         )
 
 

@@ -435,6 +435,21 @@ def test_without_a_mesh_all_ranks_share_the_shards(fake_mesh):
         simple_fsdp(nn.Linear(4, 4), mode="hybrid_shard")
 
 
+def wrapped_without_a_mesh_by_one_rank() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SIMPLEFSDP_TIMEOUT_S", "0.5")
+        if torch.distributed.get_rank() == 0:
+            told = r"the mesh of all ranks that simple_fsdp makes.*rank 1 did not get to"
+            with pytest.raises(RankMismatchError, match=told):
+                simple_fsdp(nn.Linear(4, 4))
+
+
+def test_the_rank_that_does_not_wrap_is_named(own_ranks):
+    """Before a mesh is made, which waits for all ranks without a word."""
+    own_ranks.run(wrapped_without_a_mesh_by_one_rank)
+    own_ranks.stop()
+
+
 def test_a_parameter_that_was_taken_away_is_not_named_by_an_outer_wrap(fake_mesh):
     mesh = fake_mesh(2)
     inner = nn.Linear(4, 4)
