@@ -5,6 +5,7 @@ Each has a contract test in ``tests/adapters/test_passes_contract.py`` that says
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -119,9 +120,15 @@ def module_path(node: Node) -> str | None:
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     if not stack:
         return None
-    path = str(list(stack.values())[-1][0])
-    # L['self']._modules['layers']._modules['3'] or L['self'].layers[3] is self.layers.3 to people.
-    return re.sub(r"(\._modules)?\[['\"]?([^'\"\]]+)['\"]?\]", r".\2", path)
+    return _dotted(str(list(stack.values())[-1][0]))
+
+
+@functools.lru_cache(4096)
+def _dotted(path: str) -> str:
+    """Dynamo's L['self'].layers[3] as L.self.layers.3; it also writes ._modules['layers'] and, of a
+    module with a __getattr__, .__dict__['_modules']['layers']."""
+    modules = r"(?:\._modules|\.__dict__\['_modules'\])?"
+    return re.sub(modules + r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", path)
 
 
 def draws_from_seed(node: Node) -> bool:

@@ -658,6 +658,7 @@ def test_module_path():
     for path in (
         "L['self'].layers.3.up",
         "L['self']._modules['layers']._modules['3']._modules['up']",
+        "L['self'].layers[3].__dict__['_modules']['up']",
     ):
         node.meta = {"nn_module_stack": {"a": ("L['self']", int), "b": (path, int)}}
         assert _torch.module_path(node) == "L.self.layers.3.up"
