@@ -94,10 +94,10 @@ def _summary(graph: GraphReport) -> str:
 
 def _buckets(buckets: Iterable[BucketReport]) -> Table:
     table = Table(pad_edge=False)
-    columns = ("kind", "parameters", "bytes", "dtype", "ranks", "starts", "at", "took", "needed",
-               "at", "hidden by", "exposed")  # fmt: skip
+    columns = ("kind", "parameters", "bytes", "dtype", "ranks", "starts", "starts in", "took",
+               "needed", "needed in", "hidden by", "exposed")  # fmt: skip
     for name in columns:
-        if name in ("kind", "parameters", "at", "hidden by"):
+        if name in ("kind", "parameters", "starts in", "needed in", "hidden by"):
             table.add_column(name, overflow="fold")
         else:
             table.add_column(name, justify="right", no_wrap=True)
