@@ -49,7 +49,8 @@ def check_arguments(
     if is_wrapped(model):
         raise ValueError(
             f"model: this {type(model).__name__} is already wrapped by simple_fsdp, itself or as a "
-            "part of a model; wrap each module once, inner modules before the one around them"
+            "part of a model; wrap each module once, inner modules before the one around them (and "
+            "copy a wrapped model outside of `unsharded`: the copy is wrapped as it is)"
         )
     _refuse_offloading(offload_policy)
 
