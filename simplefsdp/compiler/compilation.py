@@ -25,6 +25,7 @@ from simplefsdp import _torch
 from simplefsdp._torch.symbolic import open_layouts
 from simplefsdp.compiler.by_one_rank import by_one_rank
 from simplefsdp.compiler.lengthen import few_layers_traced
+from simplefsdp.compiler.mixed_dtypes import refuse_mixed_dtypes
 from simplefsdp.compiler.observed import Observed, meet_compiled, observe
 from simplefsdp.compiler.options import Options
 from simplefsdp.compiler.plans import Compilation
@@ -121,14 +122,18 @@ class _Compiler:
     ) -> Callable[..., Any]:
         """The code of ``graph``; ``cut`` says how its joint graph is cut, None for torch's way."""
         passes = None if self.settings is None else self._write_plan
-        tag = tag_in_one_graph if cut == _torch.AS_ONE else tag_for_recompute
+
+        def joint_pass(joint: Graph) -> None:
+            refuse_mixed_dtypes(joint)
+            (tag_in_one_graph if cut == _torch.AS_ONE else tag_for_recompute)(joint)
+
         if self.executor == "aot_eager":
             return _torch.compile_with_aot_eager(
                 graph,
                 self.example_inputs,
                 observe=self._note,
                 compiled=self._meet,
-                joint_pass=tag,
+                joint_pass=joint_pass,
                 graph_pass=passes,
                 cut=cut,
             )
@@ -142,7 +147,7 @@ class _Compiler:
         return _torch.compile_with_inductor(
             graph,
             self.example_inputs,
-            _torch.Passes(save_copies_of_inputs, tag, passes, scheduler, self._uuid),
+            _torch.Passes(save_copies_of_inputs, joint_pass, passes, scheduler, self._uuid),
             observe=self._by_regions if self.executor == "regions" else self._note,
             lowering=lowering,
             cudagraphs=self.compilation.options.cudagraphs,
