@@ -49,12 +49,13 @@ def _predicted(options: InspectOptions, cluster: Cluster) -> None:
         require(names)  # before minutes of tracing
     budget = options.memory_budget_gb
     budget_nbytes = None if budget is None else int(budget * 1e9)
+    buckets = [one.split("+") if "+" in one else one for one in options.buckets] or None
     plans = []
     with fake_ranks(options.ranks):
         subject = _trace(options, cluster)
         for name in names:
             with working(f"planning and simulating {name}"), user_errors():
-                plans.append(inspect_plan(name, subject, cluster, budget_nbytes))
+                plans.append(inspect_plan(name, subject, cluster, budget_nbytes, buckets))
     _tell(options, cluster, subject, plans)
 
 

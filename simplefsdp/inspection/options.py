@@ -76,6 +76,9 @@ class InspectOptions:
     """The plan to show in full: one of ours, or PyTorch's own passes on the same graph."""
     compare: tuple[PlanName, ...] = ()
     """Plans to set beside it."""
+    buckets: tuple[str, ...] = ()
+    """Of manual: a bucket for each module that a glob of names matches; those joined by + share
+    one: 'layers.*' norm+output. Default: one per layer, and what is between the layers."""
     memory_budget_gb: float | None = None
     """Of auto and greedy: 1e9 bytes for activations, full parameters and gradients. Default: at
     most what manual takes with a second bucket of gradients in flight, or, if that is less, nine
@@ -210,16 +213,21 @@ def _refuse_ignored(options: InspectOptions) -> None:
         _refuse_with_sizes(options, given)
     if options.shard_size is not None and options.mode != "hybrid_shard":
         raise ValueError("--shard-size belongs to --mode hybrid_shard")
-    planners = {"auto", "greedy"} & {options.bucketing, *options.compare}
-    if options.memory_budget_gb is not None and not planners:
-        raise ValueError("--memory-budget-gb belongs to --bucketing auto or greedy")
+    _refuse_of_other_plans(given, {options.bucketing, *options.compare})
+
+
+def _refuse_of_other_plans(given: Sequence[str], shown: set[PlanName]) -> None:
+    for name, plans in (("memory_budget_gb", ("auto", "greedy")), ("buckets", ("manual",))):
+        if name in given and shown.isdisjoint(plans):
+            flag = name.replace("_", "-")
+            raise ValueError(f"--{flag} belongs to --bucketing {' or '.join(plans)}")
 
 
 def _refuse_with_sizes(options: InspectOptions, given: Sequence[str]) -> None:
     if options.fit and options.sweep:
         raise ValueError("give one of --fit and --sweep")
     what = "fit" if options.fit else "sweep"
-    without = {"compare", "memory_budget_gb", "perfetto", "graph", "diff"}
+    without = {"compare", "buckets", "memory_budget_gb", "perfetto", "graph", "diff"}
     if options.fit:
         without |= {"html", "activation_checkpointing", "reshard_after_forward"}
         without |= {"post_forward_ranks"}

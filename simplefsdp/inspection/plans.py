@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from inductor_passes.ir.buckets import assign_by_module
+from inductor_passes.ir.buckets import Patterns, assign_by_module
 from inductor_passes.machine.cluster import Cluster
 from inductor_passes.machine.simulate import memory
 from inductor_passes.planner.invariant import rank_invariant
@@ -19,12 +19,17 @@ from simplefsdp.simulation.prediction import GraphPrediction, predict_step
 
 
 def settings_of(
-    name: OwnPlan, fqns: Sequence[str], cluster: Cluster, budget_nbytes: int | None
+    name: OwnPlan,
+    fqns: Sequence[str],
+    cluster: Cluster,
+    budget_nbytes: int | None,
+    buckets: Patterns | None = None,
 ) -> Settings | None:
-    """The settings of our passes for a plan; ``budget_nbytes`` is for the automatic planners."""
+    """The settings of our passes for a plan; ``budget_nbytes`` is for the automatic planners, and
+    ``buckets`` for manual's, see :func:`~inductor_passes.ir.buckets.assign_by_module`."""
     if name == "none":
         return None
-    assignment = assign_by_module(list(fqns))
+    assignment = assign_by_module(list(fqns), buckets if name == "manual" else None)
     if name == "manual":
         return Settings(assignment)
     planner: Literal["greedy", "search"] = "greedy" if name == "greedy" else "search"
@@ -32,11 +37,15 @@ def settings_of(
 
 
 def inspect_plan(
-    name: PlanName, subject: Subject, cluster: Cluster, budget_nbytes: int | None = None
+    name: PlanName,
+    subject: Subject,
+    cluster: Cluster,
+    budget_nbytes: int | None = None,
+    buckets: Patterns | None = None,
 ) -> PlanReport:
     """Predict a traced step under a plan, and explain the result; call this in the process group in
     which the step was traced. ``budget_nbytes`` is the memory budget of automatic plans, see
-    :class:`inductor_passes.rehearsal.Auto`."""
+    :class:`inductor_passes.rehearsal.Auto`; ``buckets`` are those of the manual one."""
     traced, nbytes = subject.step, subject.parameters_nbytes
     match name:
         case "torch-manual" | "torch-auto":
@@ -45,7 +54,7 @@ def inspect_plan(
             step = predict_torch_step(name, traced, cluster, nbytes)
             limits = {graph.name: Limits(placed_by=name) for graph in step.graphs}
         case _:
-            settings = settings_of(name, traced.fqns, cluster, budget_nbytes)
+            settings = settings_of(name, traced.fqns, cluster, budget_nbytes, buckets)
             step = predict_step(traced, settings, cluster, nbytes)
             limits = {graph.name: limits_of(graph, settings) for graph in step.graphs}
     module_of = modules_of_step(traced)

@@ -206,6 +206,7 @@ def test_a_model_of_ours(capsys):
         ("--model debug --tp 3", "--tp 3 does not divide 8 ranks"),
         ("--model debug --shard-size 2", "belongs to --mode hybrid_shard"),
         ("--model debug --bucketing none --memory-budget-gb 1", "belongs to --bucketing auto"),
+        ("--model debug --buckets layers.*", "--buckets belongs to --bucketing manual"),
         ("--model debug --json missing/report.json", "there is no folder missing"),
         (f"{EXAMPLE} --layers 2", "--layers belongs to --model"),
         ("--target nowhere:f --input nowhere:g", "cannot import nowhere"),
@@ -238,6 +239,19 @@ def test_bad_targets(capsys, build, batch, said):
 def test_inputs_by_name(capsys):
     assert run("--target mine_to_inspect:pair --input mine_to_inspect:by_name") == 0
     assert "mine_to_inspect:pair on 8 ranks" in capsys.readouterr().out
+
+
+def test_buckets_of_the_users(tmp_path, capsys):
+    """As ``options["buckets"]``: those that + joins share one."""
+    shown = tmp_path / "shown.json"
+    model = "--model debug --layers 2 --seq-len 64 --bucketing manual --buckets"
+    assert run(f"{model} layers.*.mlp norm+embed_tokens --json {shown}") == 0
+    forward = json.loads(shown.read_text())["plans"][0]["graphs"][0]
+    assert {"layers.0.mlp", "layers.1.mlp", "norm+embed_tokens"} <= {
+        bucket["label"] for bucket in forward["buckets"]
+    }
+    assert run(f"{model} layers.7") == 2
+    assert "buckets: 'layers.7' matches no module" in capsys.readouterr().err
 
 
 @pytest.mark.slow
