@@ -144,8 +144,8 @@ def _number(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         raise ValueError(
             "item(), float() or bool() of a DTensor that is not reduced over ranks, such as the "
             "norm of a parameter or of its gradient, is this rank's part; call "
-            "full_tensor().item(), on all ranks (an optimizer that does it in its step was not "
-            "made for shards: take another)"
+            "full_tensor().item(), on all ranks (an optimizer that does it in its step, or a "
+            "logger that watches parameters, was not made for shards: take another)"
         )
     return _torch.default_dtensor_op(op, args, kwargs)
 
