@@ -92,6 +92,7 @@ from simplefsdp._torch.tensors import (
     has_no_data,
     hooks_of,
     is_plain_tensor,
+    is_same_view,
     is_split,
     is_to_empty,
     is_traced_tensor,

@@ -122,7 +122,7 @@ def simplefsdp(
         compiled = called(compile_graph(whole, inputs, whole_step=True))
     if len(ranks) > 1:
         compiled = watching(noting(compiled), ranks, device.type)
-    compiled = refreshing(compiled, kept_full, ranks, timeout_s)
+    compiled = refreshing(compiled, kept_full, timeout_s)
     return _refusing_lost_values(compiled, gathered, ranks, timeout_s)
 
 

@@ -16,7 +16,7 @@ from simplefsdp._torch import dispatch_mode, is_skipped_by_dynamo, run_as_it_is
 from simplefsdp.frontend.assigned import refuse_assigned_since
 from simplefsdp.frontend.kept import refresh_all
 from simplefsdp.frontend.plain_state import shard_plain_state
-from simplefsdp.frontend.wrapped import ignored_params
+from simplefsdp.frontend.wrapped import KEPT, ignored_params, layouts_of
 
 log = logging.getLogger("simplefsdp")
 _ORIGINAL = "_simple_fsdp_sharded"  # on every original parameter that was sharded: its FQN
@@ -152,7 +152,7 @@ def check_before_eager_forward(model: nn.Module) -> None:
     """See that no parameter came after the wrap, and that nothing records the forward that cannot
     record gathers; gather again what is kept and has changed; say if a mode keeps the model eager.
     """
-    if torch.jit.is_tracing():  # type: ignore[attr-defined]
+    if torch.jit.is_tracing() and _sends_or_keeps(model):  # type: ignore[attr-defined]
         raise ValueError(
             f"torch.jit.trace of {type(model).__name__}, or what is built on it (tensorboard's "
             "add_graph, counters of FLOPs, torch.onnx.export(dynamo=False)), cannot record how "
@@ -169,6 +169,15 @@ def check_before_eager_forward(model: nn.Module) -> None:
 
 
 run_as_it_is(check_before_eager_forward)
+
+
+def _sends_or_keeps(model: nn.Module) -> bool:
+    """Whether a full parameter of ``model`` is more than a view, or a copy, of what a rank has."""
+    return any(
+        module.__dict__[KEPT] or any(layout.spec.shard_ranks > 1 for layout in layouts.values())
+        for module in model.modules()
+        if (layouts := layouts_of(module))
+    )
 
 
 @functools.cache

@@ -16,6 +16,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
@@ -133,11 +134,15 @@ def kept_stays(module: nn.Module) -> Iterator[None]:
 def share_versions(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> None:
     """Have writes to what ``state_dict`` has of the own parameters of ``module``, as a checkpoint
     is loaded into it, raise the versions of their shards: torch detaches below autograd, where a
-    tensor gets a version of its own."""
+    tensor gets a version of its own. A rank without rows sees none, so that there writes are
+    expected of all."""
     for name, shard in shards_of(module):
         value = state_dict.get(prefix + name)
-        if isinstance(value, DTensor) and value is not shard:
+        if isinstance(value, DTensor) and _torch.is_same_view(value, shard):
             _torch.set_local_tensor(value, local_tensor(shard).detach())
+        kept: _Kept | None = shard.__dict__.get(_OF_SHARD)
+        if kept is not None and _is_empty_somewhere(kept.spec):
+            expect_writes([shard])
 
 
 def expect_writes(params: Iterable[Any]) -> None:
@@ -206,32 +211,26 @@ def refresh_all(model: nn.Module) -> None:
         refresh(shard for module in model.modules() for _, shard in shards_of(module))
 
 
-def refresh(
-    params: Iterable[Any], ranks: tuple[int, ...] | None = None, timeout_s: float | None = None
-) -> None:
-    """Gather again what is kept of those ``params`` that have changed; collective if any has, over
-    ``ranks``, by default those of the parameters."""
+def refresh(params: Iterable[Any], timeout_s: float | None = None) -> None:
+    """Gather again what is kept of those ``params`` that have changed; collective, over the mesh of
+    each, if any has. Ranks do not compare what that is if ``timeout_s`` is 0."""
     shards = {id(param): param for param in params}.values()
     kept = [(p, k) for p in shards if (k := p.__dict__.get(_OF_SHARD)) is not None]
-    stale = [k for param, k in kept if k.version != version_of(param)]
-    if not stale:
-        return
-    # A rank without rows of a parameter may not see a write to it, but does see those to others.
-    again = [(p, k) for p, k in kept if k in stale or _is_empty_somewhere(k.spec)]
-    lines = [k.spec.fqn for _, k in again]
-    ranks = rank_guard.ranks_of_params(p for p, _ in again) if ranks is None else ranks
-    rank_guard.agree("what to gather again", lines, ranks, timeout_s, remember=False)
-    given = loaded.taken_of([param for param, _ in again])
-    for (param, k), its in zip(again, given, strict=True):
+    stale = [(param, k) for param, k in kept if k.version != version_of(param)]
+    lines = defaultdict[DeviceMesh, list[str]](list)
+    for param, k in stale if timeout_s != 0 else ():
+        lines[param.device_mesh].append(k.spec.fqn)
+    for mesh, fqns in lines.items():
+        ranks = rank_guard.ranks_of([mesh])
+        rank_guard.agree("what to gather again", fqns, ranks, timeout_s, remember=False)
+    given = loaded.taken_of([param for param, _ in stale]) if stale else []
+    for (param, k), its in zip(stale, given, strict=True):
         k.full.copy_(_gather(param, k.spec, its))
         _note_shard(param, k)
 
 
 def refreshing(
-    compiled: Callable[..., Any],
-    places: Sequence[tuple[int, int]],
-    ranks: tuple[int, ...],
-    timeout_s: float,
+    compiled: Callable[..., Any], places: Sequence[tuple[int, int]], timeout_s: float
 ) -> Callable[..., Any]:
     """``compiled``, with what is kept gathered again before a call if the shards have changed;
     ``places``, among its inputs, are of shards, each with that of what is kept of it."""
@@ -245,7 +244,7 @@ def refreshing(
                 "of parameters that unshard() keeps in full, and these would be read: call "
                 "reshard() before"
             )
-        refresh([args[shard] for shard, _ in places], ranks, timeout_s)
+        refresh([args[shard] for shard, _ in places], timeout_s)
         return compiled(*args)
 
     return call

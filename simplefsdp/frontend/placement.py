@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from simplefsdp import rank_guard
 from simplefsdp._torch import grad_dtype_override, has_no_data
 from simplefsdp.choices import MODES
 
@@ -75,10 +74,6 @@ def all_ranks() -> DeviceMesh:
         )
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     device_type = "cpu" if accelerator is None else accelerator.type
-    # To make a mesh waits for all ranks, and does not say so.
-    there = 1 if "fake" in dist.get_backend_config() else dist.get_world_size()
-    what = "the mesh of all ranks that simple_fsdp makes if it is given none"
-    rank_guard.agree(what, [device_type], range(there))
     return init_device_mesh(device_type, (dist.get_world_size(),))
 
 

@@ -11,12 +11,14 @@ Others may keep full plain tensors, as a Muon that gathers each gradient does.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim.optimizer import Optimizer
 
+from simplefsdp._torch import local_tensor
 from simplefsdp.frontend import living
 from simplefsdp.frontend.loaded import note
 from simplefsdp.frontend.placement import dtensor_like
@@ -36,33 +38,44 @@ def shard_plain_state(optimizer: Optimizer) -> None:
 
 
 def _shard_loaded(optimizer: Optimizer) -> None:
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    states = list(_states_of(optimizer))
+    for what, param, name, state, _ in states:
+        if isinstance(state[name], DTensor):
+            check_own_rows(what, state[name], param)
     classes = [cls for cls in type(optimizer).__mro__ if cls is not Optimizer]
-    is_known = any(map(_is_known, classes))
-    has_own_step = not _is_known(type(optimizer).step)  # which may keep local tensors
+    if not any(cls.__module__.partition(".")[0] in _KNOWN for cls in classes):
+        return
+    keeps_local = any(_is_local(param, state[name]) for _, param, name, state, _ in states)
+    for what, param, name, state, (owner, its) in states:
+        is_split, value = _is_split(param), state[name]
+        is_plain = _is_plain_of(param, name, value) and (is_split or not keeps_local)
+        if is_split:
+            note(owner, its, what, value if is_plain else None)
+        if is_plain:
+            own = distribute_tensor(
+                value, param.device_mesh, param.placements, src_data_rank=None
+            ).to_local()
+            # A copy: else the whole, of which this may be a view, would stay in memory.
+            state[name] = dtensor_like(param, own.clone())
+
+
+def _states_of(
+    optimizer: Optimizer,
+) -> Iterator[tuple[str, DTensor, str, dict[str, Any], tuple[nn.Module, str]]]:
+    """What ``optimizer`` keeps of sharded parameters: what that is called, the parameter, the key
+    in its state, that state, and the parameter's module and name there."""
     owners = living.owners()
-    for param in params:
-        state = optimizer.state.get(param, {})
-        for name, value in state.items() if id(param) in owners else ():
-            owner, its = owners[id(param)]
-            what = f"{name} of {fqn_of(owner, its)}"
-            if isinstance(value, DTensor):
-                check_own_rows(what, value, param)
-            if not is_known or (has_own_step and not _is_split(param)):
-                continue
-            is_plain = _is_plain_of(param, name, value)
-            if _is_split(param):
-                note(owner, its, what, value if is_plain else None)
-            if is_plain:
-                own = distribute_tensor(
-                    value, param.device_mesh, param.placements, src_data_rank=None
-                ).to_local()
-                # A copy: else the whole, of which this may be a view, would stay in memory.
-                state[name] = dtensor_like(param, own.clone())
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
+        state, owner = optimizer.state.get(param), owners.get(id(param))
+        if isinstance(state, dict) and owner is not None:
+            for name in list(state):
+                yield f"{name} of {fqn_of(*owner)}", param, name, state, owner
 
 
-def _is_known(defined: Any) -> bool:
-    return defined.__module__.partition(".")[0] in _KNOWN
+def _is_local(param: DTensor, value: Any) -> bool:
+    """Whether ``value`` is a plain tensor of the shape of this rank's part of ``param``."""
+    is_plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
+    return is_plain and _is_split(param) and value.shape == local_tensor(param).shape
 
 
 def _is_split(param: DTensor) -> bool:

@@ -33,7 +33,9 @@ _INSTEAD = {
 def members(cls: type[nn.Module]) -> dict[str, Any]:
     """For the subclass of ``cls``: methods that raise, for what ``cls`` lacks, and for pickling."""
     missing = {name: _method(name) for name in _INSTEAD if not hasattr(cls, name)}
-    refusing = {**missing, "__reduce_ex__": _reduce_ex(cls), _ASKED_BY_DDP: property(_refuse_ddp)}
+    refusing: dict[str, Any] = {**missing, "__reduce_ex__": _reduce_ex(cls)}
+    if not hasattr(cls, _ASKED_BY_DDP):
+        refusing[_ASKED_BY_DDP] = _RefusesDdp()
     if hasattr(cls, "save_pretrained"):
         refusing["save_pretrained"] = _save_pretrained(cls)
     if hasattr(cls, "resize_token_embeddings"):
@@ -41,15 +43,17 @@ def members(cls: type[nn.Module]) -> dict[str, Any]:
     return refusing
 
 
-def _refuse_ddp(self: nn.Module) -> Any:
-    # DistributedDataParallel asks by hasattr, and others for all there is (torch.jit.trace).
-    if sys._getframe(1).f_globals.get("__name__") != DistributedDataParallel.__module__:
+class _RefusesDdp:
+    """For an attribute that others may set, or ask for (``torch.jit.trace`` asks for all)."""
+
+    def __get__(self, module: nn.Module | None, cls: type[nn.Module]) -> Any:
+        if sys._getframe(1).f_globals.get("__name__") == DistributedDataParallel.__module__:
+            raise ValueError(
+                f"DistributedDataParallel({cls.__name__}): simple_fsdp has wrapped it, and reduces "
+                "its gradients; leave DistributedDataParallel out, or what calls it: a trainer's "
+                "prepare, or its launcher"
+            )
         raise AttributeError(_ASKED_BY_DDP)
-    raise ValueError(
-        f"DistributedDataParallel({type(self).__name__}): simple_fsdp has wrapped it, and reduces "
-        "its gradients; leave DistributedDataParallel out, or what calls it: a trainer's prepare, "
-        "or its launcher"
-    )
 
 
 def _method(name: str) -> Callable[..., Any]:

@@ -85,14 +85,17 @@ def check_placed_alike(module: nn.Module, name: str, param: object) -> None:
     layout = layouts_of(module).get(name)
     if layout is None or not isinstance(param, DTensor):
         return
-    if param.shape != layout.shape or param.placements != layout.placements:
+    own = module._parameters.get(name)
+    mesh = own.device_mesh.shape if isinstance(own, DTensor) else param.device_mesh.shape
+    wanted = layout.shape, layout.placements, mesh
+    if (param.shape, param.placements, param.device_mesh.shape) != wanted:
         raise ValueError(
             f"{layout.spec.fqn}: expected a DTensor of shape {tuple(layout.shape)} placed "
-            f"{layout.placements}, as simple_fsdp made it, got one of shape {tuple(param.shape)} "
-            f"placed {param.placements}; redistribute it, or load a plain tensor by "
-            "load_state_dict(), and change shapes before simple_fsdp"
+            f"{layout.placements} on {tuple(mesh)} ranks, as simple_fsdp made it, got one of shape "
+            f"{tuple(param.shape)} placed {param.placements} on {tuple(param.device_mesh.shape)}; "
+            "redistribute it, or load a plain tensor by load_state_dict(), and change shapes "
+            "before simple_fsdp"
         )
-    own = module._parameters.get(name)
     if isinstance(own, DTensor):
         check_own_rows(layout.spec.fqn, param, own)
 
@@ -104,6 +107,8 @@ def check_own_rows(what: str, value: DTensor, param: DTensor) -> None:
     mesh, own = value.device_mesh, param.device_mesh
     there, here = mesh.get_coordinate(), own.get_coordinate()
     if there is None or here is None or mesh.shape != own.shape:
+        return
+    if value.placements != param.placements:  # which cannot be loaded, as torch says
         return
     places = zip(value.placements, there, here, strict=True)
     if any(one != other for p, one, other in places if not isinstance(p, Replicate)):

@@ -40,6 +40,9 @@ def test_ddp_of_a_wrapped_model_is_refused_by_name(fake_mesh):
     model = simple_fsdp(nn.Sequential(nn.Linear(4, 4)), fake_mesh(2))
     with pytest.raises(ValueError, match=r"DistributedDataParallel\(Sequential\): simple_fsdp has"):
         nn.parallel.DistributedDataParallel(model)
+    # TRL sets what DDP asks for.
+    model._ddp_params_and_buffers_to_ignore = ["0.bias"]
+    assert model._ddp_params_and_buffers_to_ignore == ["0.bias"]
 
 
 def test_jit_trace_says_what_to_do(fake_mesh):
@@ -48,6 +51,11 @@ def test_jit_trace_says_what_to_do(fake_mesh):
         torch.jit.trace(model, x)
     with unsharded(model, writeback=False):
         assert torch.jit.trace(model, x)(x).shape == (2, 4)
+
+
+def test_jit_trace_on_one_rank(solo_mesh):
+    model, x = simple_fsdp(nn.Sequential(nn.Linear(4, 4)), solo_mesh), torch.ones(2, 4)
+    assert torch.equal(torch.jit.trace(model, x, check_trace=False)(x), model(x))
 
 
 def halved(model):

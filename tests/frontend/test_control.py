@@ -312,31 +312,103 @@ def test_a_checkpoint_is_loaded_into_tensors_that_were_given_before(solo_mesh, t
         assert torch.equal(run(x), before)
 
 
-def state_dicts_and_empty_shards(executor: str) -> None:
-    """One rank asks for a state dict, between two forwards of one backward; and what has no rows
-    on a rank is left out by hand there."""
-    plain = nn.Sequential(Mlp(), nn.Linear(DIM, 1))
+def state_dict_of_one_rank(executor: str) -> None:
+    """Between two forwards of one backward; then weights are written to by hand."""
+    plain = nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, DIM))
     model = wrapped(plain)
     run = run_of(model, executor)
     model.unshard()
     for step in range(2):
-        loss = mean(run(*mine(rows(step))))
+        (x,), (y,) = rows(step), rows(step + 1)
+        loss = mean(run(mine(x)))
         if dist.get_rank() == 0:
             model.state_dict()
-        (loss + mean(run(*mine(rows(step + 1))))).backward()
-        sum(mean(plain(*rows(number))) for number in (step, step + 1)).backward()
+        (loss + mean(run(mine(y)))).backward()
+        (mean(plain(x)) + mean(plain(y))).backward()
         check_grads(plain, model, tolerance=1e-4)
-        for param in (*plain.parameters(), *model.parameters()):
-            is_shard = isinstance(param, DTensor)
-            own, grad = ((t.to_local() if is_shard else t) for t in (param.detach(), param.grad))
-            if own.numel():
-                (param.to_local() if is_shard else param).detach().sub_(grad, alpha=0.1)
-            param.grad = None
+        with torch.no_grad():
+            for param in (*plain.parameters(), *model.parameters()):
+                param.sub_(param.grad, alpha=0.1)
+                param.grad = None
 
 
 @pytest.mark.parametrize("executor", ["eager", "aot_eager"])
 def test_ranks_see_the_same_writes(pools, executor):
-    pools(2).run(state_dicts_and_empty_shards, executor)
+    pools(2).run(state_dict_of_one_rank, executor)
+
+
+def head_of_one_row(executor: str, folder: str) -> None:
+    """Of which rank 1 has none, and sees no write to it; and two models that train in turns."""
+    model = wrapped(
+        nn.ModuleDict({"d": nn.Linear(DIM, DIM), "g": nn.Linear(DIM, 1)}), mp_policy=None
+    )
+    x = torch.ones(2, DIM, requires_grad=True)
+    dcp.save({"g": model["g"].state_dict()}, checkpoint_id=folder)
+    run = run_of(model["g"], executor)
+    before = run(x).detach()
+    for param in model["g"].parameters():
+        param.data.zero_()
+    model.unshard()
+    assert not run(x).any()
+    dcp.load({"g": model["g"].state_dict()}, checkpoint_id=folder)
+    assert torch.equal(run(x).detach(), before)
+    loss = run(x).sum()
+    optimizer = torch.optim.SGD(model["d"].parameters(), lr=0.1)
+    for _ in range(2):
+        model["d"](x.detach()).sum().backward()
+        optimizer.step()
+    loss.backward()
+
+
+@pytest.mark.parametrize("executor", ["eager", "aot_eager"])
+def test_what_some_rank_has_no_rows_of(pools, executor, tmp_path):
+    pools(2).run(head_of_one_row, executor, str(tmp_path / "head"))
+
+
+def experts_of_some_ranks() -> None:
+    """Ranks 0 and 1 have one expert, 2 and 3 another; what is new is compared on its own mesh."""
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "edp"))
+    model = nn.ModuleDict(
+        {"dense": nn.Linear(4, 4), f"expert{dist.get_rank() // 2}": nn.Linear(4, 4)}
+    )
+    (_, dense), (_, expert) = model.items()
+    for part, its in ((expert, mesh["edp"]), (dense, None)):
+        simple_fsdp(part, its)
+        part.unshard()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    weights = []
+    for _ in range(2):
+        expert(dense(torch.ones(2, 4))).sum().backward()
+        optimizer.step()
+        with torch.no_grad():
+            weights.append(expert(torch.ones(2, 4)))
+    assert not torch.equal(*weights)
+
+
+@pytest.mark.slow
+def test_kept_experts_of_some_ranks(pools):
+    pools(4).run(experts_of_some_ranks)
+
+
+class Halved(nn.Linear):
+    """Saves its weight in another form, as layers do that hold it scaled."""
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "weight"] = destination[prefix + "weight"] / 2
+
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        state_dict = {**state_dict, prefix + "weight": state_dict[prefix + "weight"] * 2}
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def test_what_a_layer_itself_saves_stays(solo_mesh):
+    model = simple_fsdp(nn.Sequential(Halved(4, 4, bias=False)), solo_mesh)
+    before = model[0].weight.full_tensor().clone()
+    state = model.state_dict()
+    assert torch.equal(state["0.weight"].full_tensor(), before / 2)
+    model.load_state_dict(state)
+    assert torch.equal(model[0].weight.full_tensor(), before)
 
 
 def test_a_copys_parameters_were_not_seen_before(solo_mesh):

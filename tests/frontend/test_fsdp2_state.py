@@ -418,9 +418,34 @@ def resumes_with_local_state(mode: str) -> None:
             optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
 
-@pytest.mark.parametrize("mode", ["fully_shard", "replicate"])
-def test_a_subclass_of_torchs_that_keeps_local_tensors_resumes(pools, mode):
-    pools(2).run(resumes_with_local_state, mode)
+def test_a_subclass_of_torchs_that_keeps_local_tensors_resumes(pools):
+    pools(2).run(resumes_with_local_state, "fully_shard")
+
+
+class Warm(torch.optim.AdamW):
+    def step(self, closure=None):
+        self.param_groups[0]["lr"] = 1e-2
+        return super().step(closure)
+
+
+class OneTensor(torch.optim.Optimizer):
+    """Its state of a parameter is no dictionary."""
+
+    def __init__(self, params) -> None:
+        super().__init__(params, {})
+        for param in self.param_groups[0]["params"]:
+            self.state[param] = torch.zeros_like(param)
+
+    def step(self):
+        for param in self.param_groups[0]["params"]:
+            assert not self.state[param].to_local().any()
+
+
+def test_an_optimizer_whose_state_is_no_dictionary(solo_mesh):
+    model = simple_fsdp(nn.Linear(4, 4), solo_mesh)
+    optimizer = OneTensor(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
 
 
 @pytest.mark.parametrize(
@@ -429,6 +454,7 @@ def test_a_subclass_of_torchs_that_keeps_local_tensors_resumes(pools, mode):
         pytest.param(torch.optim.AdamW, {"amsgrad": True}, "fully_shard", False, id="amsgrad"),
         pytest.param(torch.optim.AdamW, {"fused": True}, "fully_shard", False, id="fused"),
         pytest.param(torch.optim.SGD, {"momentum": 0.9}, "fully_shard", False, id="momentum"),
+        pytest.param(Warm, {}, "fully_shard", False, id="subclass"),
         pytest.param(torch.optim.AdamW, {}, "replicate", False, id="replicate"),
         pytest.param(torch.optim.AdamW, {}, "fully_shard", True, id="whole-step"),
     ],

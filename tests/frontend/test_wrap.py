@@ -439,13 +439,12 @@ def wrapped_without_a_mesh_by_one_rank() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SIMPLEFSDP_TIMEOUT_S", "0.5")
         if torch.distributed.get_rank() == 0:
-            told = r"the mesh of all ranks that simple_fsdp makes.*rank 1 did not get to"
+            told = r"the model given to simple_fsdp.*rank 1 did not get to"
             with pytest.raises(RankMismatchError, match=told):
                 simple_fsdp(nn.Linear(4, 4))
 
 
 def test_the_rank_that_does_not_wrap_is_named(own_ranks):
-    """Before a mesh is made, which waits for all ranks without a word."""
     own_ranks.run(wrapped_without_a_mesh_by_one_rank)
     own_ranks.stop()
 
