@@ -34,7 +34,7 @@ def refuse_mixed_dtypes(graph: Graph) -> None:
             raise ValueError(
                 f"{node.target.name()}{f' of module {module}' if module else ''}"
                 f"{_torch.line_of(node)}: expected operands of one dtype, got "
-                f"{' and '.join(dtypes)}. With an mp_policy, parameters are cast to param_dtype, "
-                "and of inputs only those of modules that are wrapped by themselves, as under "
-                "FSDP2: wrap inner layers first, with the same mp_policy, or cast in forward"
+                f"{' and '.join(dtypes)}: cast the input to the parameter's dtype. An mp_policy "
+                "casts parameters to its param_dtype, and of inputs only those of modules that are "
+                "wrapped by themselves, as under FSDP2: wrap inner layers first, with the same one"
             )

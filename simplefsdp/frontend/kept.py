@@ -21,13 +21,14 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from simplefsdp import _torch, rank_guard, rank_sequence
-from simplefsdp._torch import local_tensor, version_of
+from simplefsdp._torch import is_same_view, local_tensor, version_of
 from simplefsdp.frontend import living, loaded
 from simplefsdp.frontend.gather import ON_META, gather_shard
-from simplefsdp.frontend.gather_spec import GatherSpec, padded_rows
+from simplefsdp.frontend.gather_spec import GatherSpec
 from simplefsdp.frontend.wrapped import KEPT, is_wrapped, layouts_of, mark_stays, shards_of
 from simplefsdp.rank_sequence import PlainLoad
 
+_PERHAPS = -2  # in the place of a version: the shard has been given away, and may be written to
 _OF_SHARD = "_simple_fsdp_kept_of"  # on a shard: what is kept of it
 
 
@@ -35,7 +36,8 @@ _OF_SHARD = "_simple_fsdp_kept_of"  # on a shard: what is kept of it
 class _Kept:
     full: Tensor
     spec: GatherSpec
-    version: int = -1  # of the shard that it was gathered from; -1 if that may have been written to
+    # Of the shard that it was gathered from; below 0 if that was, or may be, written to since.
+    version: int = -1
     memory: torch.UntypedStorage | None = None  # of that shard
     readers: int = 0  # modules that read it: a tied parameter has several
 
@@ -133,16 +135,19 @@ def kept_stays(module: nn.Module) -> Iterator[None]:
 
 def share_versions(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> None:
     """Have writes to what ``state_dict`` has of the own parameters of ``module``, as a checkpoint
-    is loaded into it, raise the versions of their shards: torch detaches below autograd, where a
-    tensor gets a version of its own. A rank without rows sees none, so that there writes are
-    expected of all."""
+    is loaded into it, noticed, now and later.
+
+    By then a forward may have gathered them anew. So these tensors share the versions of the
+    shards: torch detaches below autograd, where a tensor gets a version of its own. Hooks may put
+    others in their places, and a loader may write by pointers. So the next forward looks, too.
+    """
     for name, shard in shards_of(module):
         value = state_dict.get(prefix + name)
-        if isinstance(value, DTensor) and _torch.is_same_view(value, shard):
+        if isinstance(value, DTensor) and value is not shard and is_same_view(value, shard):
             _torch.set_local_tensor(value, local_tensor(shard).detach())
         kept: _Kept | None = shard.__dict__.get(_OF_SHARD)
-        if kept is not None and _is_empty_somewhere(kept.spec):
-            expect_writes([shard])
+        if kept is not None and kept.version >= 0:
+            kept.version = _PERHAPS
 
 
 def expect_writes(params: Iterable[Any]) -> None:
@@ -204,6 +209,12 @@ def _note_write_to(tensor: Tensor) -> None:
             kept.version = -1
 
 
+_ALONE = (
+    "This rank alone has called state_dict() of what unshard() keeps, or written to its shards; or "
+    f"{rank_guard.LATE[0].lower()}{rank_guard.LATE[1:]}"
+)
+
+
 @torch.compiler.disable
 def refresh_all(model: nn.Module) -> None:
     """:func:`refresh` for all parameters of ``model``, before an eager forward."""
@@ -222,11 +233,15 @@ def refresh(params: Iterable[Any], timeout_s: float | None = None) -> None:
         lines[param.device_mesh].append(k.spec.fqn)
     for mesh, fqns in lines.items():
         ranks = rank_guard.ranks_of([mesh])
-        rank_guard.agree("what to gather again", fqns, ranks, timeout_s, remember=False)
+        what = "what to gather again"
+        rank_guard.agree(what, fqns, ranks, timeout_s, remember=False, late=_ALONE)
     given = loaded.taken_of([param for param, _ in stale]) if stale else []
     for (param, k), its in zip(stale, given, strict=True):
-        k.full.copy_(_gather(param, k.spec, its))
-        _note_shard(param, k)
+        if k.version == _PERHAPS:
+            _gather_again(param, k, its)
+        else:
+            k.full.copy_(_gather(param, k.spec, its))
+            _note_shard(param, k)
 
 
 def refreshing(
@@ -248,10 +263,6 @@ def refreshing(
         return compiled(*args)
 
     return call
-
-
-def _is_empty_somewhere(spec: GatherSpec) -> bool:
-    return spec.shard_ranks > 1 and spec.rows <= padded_rows(spec) * (spec.shard_ranks - 1)
 
 
 def _gather_again(param: DTensor, kept: _Kept, given: Sequence[PlainLoad]) -> None:

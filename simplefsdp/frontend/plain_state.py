@@ -11,7 +11,7 @@ Others may keep full plain tensors, as a Muon that gathers each gradient does.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -43,12 +43,18 @@ def _shard_loaded(optimizer: Optimizer) -> None:
         if isinstance(state[name], DTensor):
             check_own_rows(what, state[name], param)
     classes = [cls for cls in type(optimizer).__mro__ if cls is not Optimizer]
-    if not any(cls.__module__.partition(".")[0] in _KNOWN for cls in classes):
-        return
-    keeps_local = any(_is_local(param, state[name]) for _, param, name, state, _ in states)
+    if any(cls.__module__.partition(".")[0] in _KNOWN for cls in classes):
+        _shard_plain(states)
+
+
+def _shard_plain(states: Sequence[_State]) -> None:
+    shown: dict[str, set[bool]] = {}  # by key: whether what is kept of split parameters is local
+    for _, param, name, state, _ in states:
+        if _is_split(param):
+            shown.setdefault(name, set()).add(_is_local(param, state[name]))
     for what, param, name, state, (owner, its) in states:
         is_split, value = _is_split(param), state[name]
-        is_plain = _is_plain_of(param, name, value) and (is_split or not keeps_local)
+        is_plain = _is_plain_of(param, name, value) and (is_split or shown.get(name) != {True})
         if is_split:
             note(owner, its, what, value if is_plain else None)
         if is_plain:
@@ -59,11 +65,13 @@ def _shard_loaded(optimizer: Optimizer) -> None:
             state[name] = dtensor_like(param, own.clone())
 
 
-def _states_of(
-    optimizer: Optimizer,
-) -> Iterator[tuple[str, DTensor, str, dict[str, Any], tuple[nn.Module, str]]]:
-    """What ``optimizer`` keeps of sharded parameters: what that is called, the parameter, the key
-    in its state, that state, and the parameter's module and name there."""
+# What it is called, the parameter, the key in its state, that state, and the parameter's module and
+# its name there.
+_State = tuple[str, DTensor, str, dict[str, Any], tuple[nn.Module, str]]
+
+
+def _states_of(optimizer: Optimizer) -> Iterator[_State]:
+    """All that ``optimizer`` keeps of sharded parameters."""
     owners = living.owners()
     for param in (param for group in optimizer.param_groups for param in group["params"]):
         state, owner = optimizer.state.get(param), owners.get(id(param))
@@ -75,7 +83,7 @@ def _states_of(
 def _is_local(param: DTensor, value: Any) -> bool:
     """Whether ``value`` is a plain tensor of the shape of this rank's part of ``param``."""
     is_plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
-    return is_plain and _is_split(param) and value.shape == local_tensor(param).shape
+    return is_plain and value.shape == local_tensor(param).shape
 
 
 def _is_split(param: DTensor) -> bool:

@@ -85,38 +85,36 @@ def check_placed_alike(module: nn.Module, name: str, param: object) -> None:
     layout = layouts_of(module).get(name)
     if layout is None or not isinstance(param, DTensor):
         return
-    own = module._parameters.get(name)
-    mesh = own.device_mesh.shape if isinstance(own, DTensor) else param.device_mesh.shape
-    wanted = layout.shape, layout.placements, mesh
-    if (param.shape, param.placements, param.device_mesh.shape) != wanted:
+    if param.shape != layout.shape or param.placements != layout.placements:
         raise ValueError(
             f"{layout.spec.fqn}: expected a DTensor of shape {tuple(layout.shape)} placed "
-            f"{layout.placements} on {tuple(mesh)} ranks, as simple_fsdp made it, got one of shape "
-            f"{tuple(param.shape)} placed {param.placements} on {tuple(param.device_mesh.shape)}; "
-            "redistribute it, or load a plain tensor by load_state_dict(), and change shapes "
-            "before simple_fsdp"
+            f"{layout.placements}, as simple_fsdp made it, got one of shape {tuple(param.shape)} "
+            f"placed {param.placements}; redistribute it, or load a plain tensor by "
+            "load_state_dict(), and change shapes before simple_fsdp"
         )
+    own = module._parameters.get(name)
     if isinstance(own, DTensor):
         check_own_rows(layout.spec.fqn, param, own)
 
 
 def check_own_rows(what: str, value: DTensor, param: DTensor) -> None:
     """Refuse ``value`` for ``param``, or its optimizer's state, if it has the rows of another rank:
-    a DTensor that was pickled remembers who wrote it; and a mesh may have its ranks in another
-    order."""
+    a DTensor that was pickled remembers who wrote it, on how many ranks; and a mesh may have its
+    ranks in another order."""
     mesh, own = value.device_mesh, param.device_mesh
     there, here = mesh.get_coordinate(), own.get_coordinate()
-    if there is None or here is None or mesh.shape != own.shape:
-        return
-    if value.placements != param.placements:  # which cannot be loaded, as torch says
+    # What is placed otherwise cannot be loaded, as torch says.
+    if there is None or here is None or value.placements != param.placements:
         return
     places = zip(value.placements, there, here, strict=True)
-    if any(one != other for p, one, other in places if not isinstance(p, Replicate)):
+    is_own = all(one == other for p, one, other in places if not isinstance(p, Replicate))
+    if mesh.shape != own.shape or not is_own:
         raise ValueError(
-            f"{what}: expected this rank's rows, or the full tensor, got the rows of another rank, "
-            "which torch.save(model.state_dict()) on one rank writes: nobody has written the other "
-            "rows. Save on all ranks, by torch.distributed.checkpoint, or full tensors "
-            "(get_state_dict with StateDictOptions(full_state_dict=True))"
+            f"{what}: expected this rank's rows, or the full tensor, got the rows of rank "
+            f"{tuple(there)} of {tuple(mesh.shape)} on rank {tuple(here)} of {tuple(own.shape)}. "
+            "torch.save(model.state_dict()) on one rank writes the rows of that rank alone. Save "
+            "on all ranks, by torch.distributed.checkpoint, or full tensors (get_state_dict with "
+            "StateDictOptions(full_state_dict=True))"
         )
 
 

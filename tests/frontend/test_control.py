@@ -312,8 +312,8 @@ def test_a_checkpoint_is_loaded_into_tensors_that_were_given_before(solo_mesh, t
         assert torch.equal(run(x), before)
 
 
-def state_dict_of_one_rank(executor: str) -> None:
-    """Between two forwards of one backward; then weights are written to by hand."""
+def state_dict_between_forwards(executor: str) -> None:
+    """Of one backward; then weights are written to by hand."""
     plain = nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, DIM))
     model = wrapped(plain)
     run = run_of(model, executor)
@@ -321,8 +321,7 @@ def state_dict_of_one_rank(executor: str) -> None:
     for step in range(2):
         (x,), (y,) = rows(step), rows(step + 1)
         loss = mean(run(mine(x)))
-        if dist.get_rank() == 0:
-            model.state_dict()
+        model.state_dict()
         (loss + mean(run(mine(y)))).backward()
         (mean(plain(x)) + mean(plain(y))).backward()
         check_grads(plain, model, tolerance=1e-4)
@@ -333,8 +332,8 @@ def state_dict_of_one_rank(executor: str) -> None:
 
 
 @pytest.mark.parametrize("executor", ["eager", "aot_eager"])
-def test_ranks_see_the_same_writes(pools, executor):
-    pools(2).run(state_dict_of_one_rank, executor)
+def test_a_state_dict_between_two_forwards(pools, executor):
+    pools(2).run(state_dict_between_forwards, executor)
 
 
 def head_of_one_row(executor: str, folder: str) -> None:
@@ -400,6 +399,44 @@ class Halved(nn.Linear):
     def _load_from_state_dict(self, state_dict, prefix, *args):
         state_dict = {**state_dict, prefix + "weight": state_dict[prefix + "weight"] * 2}
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class Renamed(nn.Linear):
+    """Saves its weight by another name."""
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "kernel"] = destination.pop(prefix + "weight")
+
+
+def by_pointer(state, key):
+    state[key].to_local().numpy().fill(0)
+
+
+def by_its_name(state, key):
+    state[key].zero_()
+
+
+@pytest.mark.parametrize("write", [by_pointer, by_its_name])
+@pytest.mark.parametrize("build", [nn.Linear, Renamed])
+@pytest.mark.parametrize("executor", ["eager", "aot_eager"])
+def test_what_is_written_to_a_state_dict_is_noticed(solo_mesh, executor, build, write):
+    model = simple_fsdp(nn.Sequential(build(4, 4, bias=False)), solo_mesh)
+    run, x = run_of(model, executor), torch.ones(2, 4)
+    with torch.no_grad():
+        model.unshard()
+        assert run(x).any()
+        state = model.state_dict()
+        write(state, next(iter(state)))
+        assert not run(x).any()
+
+
+def test_a_state_dict_of_the_parameters_themselves_leaves_them(solo_mesh):
+    """An optimizer that knows no DTensors may have their local tensors."""
+    model = simple_fsdp(nn.Linear(4, 4), solo_mesh)
+    before = [param._local_tensor for param in model.parameters()]
+    model.state_dict(keep_vars=True)
+    assert all(p._local_tensor is t for p, t in zip(model.parameters(), before, strict=True))
 
 
 def test_what_a_layer_itself_saves_stays(solo_mesh):
