@@ -269,14 +269,12 @@ def local_tensor(tensor: DTensor) -> torch.Tensor:
 
 def is_same_view(one: DTensor, other: DTensor) -> bool:
     """Whether the local tensors of two DTensors are the same view of one memory."""
-    memories = memory_of(one), memory_of(other)
-    if None in memories or memories[0]._cdata != memories[1]._cdata:  # type: ignore[union-attr]
-        return False
+    memory = weak_memory_of(one)
     views = [
         (local.shape, local.stride(), local.storage_offset(), local.dtype)
         for local in map(local_tensor, (one, other))
     ]
-    return views[0] == views[1]
+    return memory is not None and memory == weak_memory_of(other) and views[0] == views[1]
 
 
 def set_local_tensor(tensor: DTensor, local: torch.Tensor) -> None:

@@ -63,8 +63,8 @@ def deferral_of(module: nn.Module, name: str) -> dict[str, Any]:
     deferral: dict[str, Any] = module.__dict__.get(DEFERRALS, {}).get(name, {})
     # Where it is compiled, noting_backwards() sees to that.
     if deferral and not torch.compiler.is_compiling():
-        tensors = (value for value in deferral.values() if isinstance(value, Tensor))
-        return deferral if _has_sums(param, tensors) else {}
+        sums = (value for value in deferral.values() if isinstance(value, Tensor))
+        return deferral if all(_is_sum_of(param, tensor) for tensor in sums) else {}
     return deferral
 
 
@@ -174,7 +174,7 @@ def noting_backwards(
         # By ``.data`` each call has its own version counters: autograd raises if a tensor that one
         # call has saved is written to by another call.
         for param, place in sums:
-            if not _has_sums(args[param], [args[place]]):
+            if not _is_sum_of(args[param], args[place]):
                 raise ValueError(_OTHERS)
             own[place] = args[place].data
         outputs = compiled(*own)
@@ -194,12 +194,11 @@ _OTHERS = (
 )
 
 
-def _has_sums(param: Tensor, tensors: Iterable[object]) -> bool:
-    """Whether ``tensors`` are where gradients of ``param`` add up. If not, ``param`` is another
-    tensor that stands in the place of a parameter for a while."""
+def _is_sum_of(param: Tensor, tensor: Tensor) -> bool:
+    """Whether gradients of ``param`` add up in ``tensor``. If not, ``param`` is another tensor that
+    stands in the place of a parameter for a while."""
     sums: Sums | None = param.__dict__.get(SUMS)
-    own = () if sums is None else (sums.unreduced, sums.partial)
-    return all(any(tensor is one for one in own) for tensor in tensors)
+    return sums is not None and (tensor is sums.unreduced or tensor is sums.partial)
 
 
 def note_backward(full: Tensor, param: Tensor, until: str) -> None:

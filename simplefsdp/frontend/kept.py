@@ -210,8 +210,8 @@ def _note_write_to(tensor: Tensor) -> None:
 
 
 _ALONE = (
-    "This rank alone has called state_dict() of what unshard() keeps, or written to its shards; or "
-    f"{rank_guard.LATE[0].lower()}{rank_guard.LATE[1:]}"
+    "This rank alone may have called state_dict() of what unshard() keeps, or written to its "
+    f"shards. Else: {rank_guard.LATE}"
 )
 
 
@@ -228,14 +228,15 @@ def refresh(params: Iterable[Any], timeout_s: float | None = None) -> None:
     shards = {id(param): param for param in params}.values()
     kept = [(p, k) for p in shards if (k := p.__dict__.get(_OF_SHARD)) is not None]
     stale = [(param, k) for param, k in kept if k.version != version_of(param)]
+    if not stale:
+        return
     lines = defaultdict[DeviceMesh, list[str]](list)
     for param, k in stale if timeout_s != 0 else ():
         lines[param.device_mesh].append(k.spec.fqn)
     for mesh, fqns in lines.items():
-        ranks = rank_guard.ranks_of([mesh])
-        what = "what to gather again"
+        ranks, what = rank_guard.ranks_of([mesh]), "what to gather again"
         rank_guard.agree(what, fqns, ranks, timeout_s, remember=False, late=_ALONE)
-    given = loaded.taken_of([param for param, _ in stale]) if stale else []
+    given = loaded.taken_of([param for param, _ in stale])
     for (param, k), its in zip(stale, given, strict=True):
         if k.version == _PERHAPS:
             _gather_again(param, k, its)

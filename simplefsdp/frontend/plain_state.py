@@ -51,7 +51,8 @@ def _shard_plain(states: Sequence[_State]) -> None:
     shown: dict[str, set[bool]] = {}  # by key: whether what is kept of split parameters is local
     for _, param, name, state, _ in states:
         if _is_split(param):
-            shown.setdefault(name, set()).add(_is_local(param, state[name]))
+            is_local = _is_plain(state[name]) and state[name].shape == local_tensor(param).shape
+            shown.setdefault(name, set()).add(is_local)
     for what, param, name, state, (owner, its) in states:
         is_split, value = _is_split(param), state[name]
         is_plain = _is_plain_of(param, name, value) and (is_split or shown.get(name) != {True})
@@ -80,10 +81,8 @@ def _states_of(optimizer: Optimizer) -> Iterator[_State]:
                 yield f"{name} of {fqn_of(*owner)}", param, name, state, owner
 
 
-def _is_local(param: DTensor, value: Any) -> bool:
-    """Whether ``value`` is a plain tensor of the shape of this rank's part of ``param``."""
-    is_plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
-    return is_plain and value.shape == local_tensor(param).shape
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, Tensor) and not isinstance(value, DTensor)
 
 
 def _is_split(param: DTensor) -> bool:
@@ -93,6 +92,5 @@ def _is_split(param: DTensor) -> bool:
 
 
 def _is_plain_of(param: DTensor, name: str, value: Any) -> bool:
-    is_plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
     is_count = name == "step" and not param.dim()  # which has the shape of a scalar, too
-    return is_plain and value.shape == param.shape and not is_count
+    return _is_plain(value) and value.shape == param.shape and not is_count

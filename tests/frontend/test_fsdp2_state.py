@@ -404,9 +404,9 @@ class Local(torch.optim.SGD):
             local.sub_(momentum.mul_(0.9).add_(grad), alpha=0.1)
 
 
-def resumes_with_local_state(mode: str) -> None:
+def resumes_with_local_state() -> None:
     plain = nn.Sequential(Scaled(), nn.Linear(DIM, 1))
-    model = wrapped(plain, mode)
+    model = wrapped(plain)
     optimizers = [Local(m.parameters(), lr=0.1) for m in (plain, model)]
     for step in range(3):
         mean(plain(*rows(step))).backward()
@@ -419,7 +419,7 @@ def resumes_with_local_state(mode: str) -> None:
 
 
 def test_a_subclass_of_torchs_that_keeps_local_tensors_resumes(pools):
-    pools(2).run(resumes_with_local_state, "fully_shard")
+    pools(2).run(resumes_with_local_state)
 
 
 class Warm(torch.optim.AdamW):
