@@ -326,7 +326,7 @@ def wait_for(
             log.warning(
                 f"{what}: rank {dist.get_rank()} is waiting for {few_ranks(missing)}, for up to "
                 f"{still_s:.0f} s more: compiling takes longer there, or not all ranks call the "
-                "same models equally often"
+                "same models equally often (an expert that got no token is to be called on zeros)"
             )
 
 

@@ -23,7 +23,6 @@ from simplefsdp._torch.dynamo import (
     CodePlace,
     GraphBreak,
     assigns_data,
-    backend_traced_for,
     breaks_the_graph,
     code_number,
     compile_modules_of_torch_too,
@@ -48,6 +47,7 @@ from simplefsdp._torch.dynamo import (
     sets_grad_mode,
     trace_artifact,
     trace_without,
+    traces_for,
     with_own_code,
 )
 from simplefsdp._torch.full_tensor import handle_full_tensor

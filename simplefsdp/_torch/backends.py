@@ -80,7 +80,7 @@ def compile_with_inductor(
 
     Args:
         gm: the graph; it is changed.
-        example_inputs: fake tensors.
+        example_inputs: its inputs.
         passes: our passes.
         observe: called with each graph before it is lowered, and with whether it is the backward;
             also if the code comes from a cache. If it returns a function, that is the compiled

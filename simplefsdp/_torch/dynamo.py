@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -147,10 +147,19 @@ def assigns_data(cut: GraphBreak) -> bool:
     return cut.reason.startswith("Failed to mutate tensor data attribute")
 
 
-def backend_traced_for() -> str | None:
-    """The name of the backend for which Dynamo traces now; None if it traces nothing."""
+def traces_for(backend: str) -> bool:
+    """Whether Dynamo traces now, for the backend of that name or for one that wraps it."""
     tracer = _tracer()
-    return None if tracer is None else str(getattr(tracer.output.compiler_fn, "__name__", ""))
+    inside = () if tracer is None else backends_in(tracer.output.compiler_fn)
+    return any(getattr(one, "__name__", None) == backend for one in inside)
+
+
+def backends_in(backend: Any) -> Iterator[Any]:
+    """A backend, and what torch and others have wrapped in it."""
+    yield backend
+    for name in ("compiler_fn", "_torchdynamo_orig_backend", "func", "__wrapped__"):
+        if inner := getattr(backend, name, None):
+            yield from backends_in(inner)
 
 
 def inlines(prefix: str) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 
+from simplefsdp._torch.dynamo import backends_in
 from simplefsdp._torch.repeated_calls import INSIDE, REFUSED, REPEATED, kind_of
 
 
@@ -51,12 +52,5 @@ def _can_be_called(layer: Any, tx: Any) -> bool:
         and INSIDE not in output.__dict__
         and layer.source is not None
         and kind_of(layer.value) not in REFUSED
-        and _inlines(output.compiler_fn)
+        and any(hasattr(x, "inlines_repeated_calls") for x in backends_in(output.compiler_fn))
     )
-
-
-def _inlines(backend: Any) -> bool:
-    """Whether a backend, or a backend that it wraps, inlines the calls."""
-    names = ("compiler_fn", "_torchdynamo_orig_backend", "func", "__wrapped__")
-    inner = (getattr(backend, name, None) for name in names)
-    return hasattr(backend, "inlines_repeated_calls") or any(_inlines(x) for x in inner if x)

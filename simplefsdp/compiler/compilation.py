@@ -11,6 +11,7 @@ import hashlib
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -73,7 +74,7 @@ def compile_with_passes(
     again: set[str],
     whole_step: bool = False,
 ) -> Callable[..., Any]:
-    """Compile one Dynamo graph for its (fake) inputs; the graph is changed. ``together`` says
+    """Compile one Dynamo graph for its inputs; the graph is changed. ``together`` says
     whether all ranks compile it now. The FQNs of what backward gathers are added to ``again``."""
     number, grad = next(_numbers), torch.is_grad_enabled()
     limits = SizeLimits(gm)
@@ -83,11 +84,10 @@ def compile_with_passes(
     warm = WarmStart(gm, example_inputs, compilation)
 
     def compile_for(compilation: Compilation) -> Callable[..., Any]:
-        compiler = _Compiler(example_inputs, compilation, warm)
-        if whole_step:
-            code = compiler.compiled(gm, _torch.AS_ONE)
-        else:
-            code = few_layers_traced(gm, compiler.compiled)
+        compiler = _Compiler(compilation, warm)
+        # The code holds the compiler, which must not hold a batch, or parameters since replaced.
+        compiled = partial(compiler.compiled, example_inputs=example_inputs)
+        code = compiled(gm, _torch.AS_ONE) if whole_step else few_layers_traced(gm, compiled)
         warm.accept()
         return limits.watching(code)
 
@@ -109,16 +109,17 @@ def compile_with_passes(
 class _Compiler:
     """Compiles the forward and the backward graph of a Dynamo graph."""
 
-    def __init__(
-        self, example_inputs: Sequence[Any], compilation: Compilation, warm: WarmStart
-    ) -> None:
-        self.example_inputs, self.compilation, self.warm = example_inputs, compilation, warm
+    def __init__(self, compilation: Compilation, warm: WarmStart) -> None:
+        self.compilation, self.warm = compilation, warm
         self.settings, self.executor = compilation.settings, compilation.options.executor
         self.current = Observed()
         self.codes = regional.Codes()
 
     def compiled(
-        self, graph: GraphModule, cut: _torch.Cut | _torch.AsOne | None
+        self,
+        graph: GraphModule,
+        cut: _torch.Cut | _torch.AsOne | None,
+        example_inputs: Sequence[Any],
     ) -> Callable[..., Any]:
         """The code of ``graph``; ``cut`` says how its joint graph is cut, None for torch's way."""
         passes = None if self.settings is None else self._write_plan
@@ -130,7 +131,7 @@ class _Compiler:
         if self.executor == "aot_eager":
             return _torch.compile_with_aot_eager(
                 graph,
-                self.example_inputs,
+                example_inputs,
                 observe=self._note,
                 compiled=self._meet,
                 joint_pass=joint_pass,
@@ -146,7 +147,7 @@ class _Compiler:
         scheduler, lowering = self._orders()
         return _torch.compile_with_inductor(
             graph,
-            self.example_inputs,
+            example_inputs,
             _torch.Passes(save_copies_of_inputs, joint_pass, passes, scheduler, self._uuid),
             observe=self._by_regions if self.executor == "regions" else self._note,
             lowering=lowering,

@@ -25,6 +25,7 @@ from simplefsdp._torch import accumulates, backward_nodes, local_tensor, reached
 from simplefsdp.frontend.gather import ON_META
 from simplefsdp.frontend.gather_spec import GatherSpec, padded_rows, rows_first
 from simplefsdp.frontend.placement import dtensor_like
+from simplefsdp.frontend.reading import is_traced_for_us
 from simplefsdp.frontend.reduce import Deferral, reduce_deferred
 from simplefsdp.frontend.waiting import (
     SUMS,
@@ -61,11 +62,12 @@ def deferral_of(module: nn.Module, name: str) -> dict[str, Any]:
     if not torch.is_grad_enabled() or param is None or not param.requires_grad:
         return {}
     deferral: dict[str, Any] = module.__dict__.get(DEFERRALS, {}).get(name, {})
-    # Where it is compiled, noting_backwards() sees to that.
-    if deferral and not torch.compiler.is_compiling():
-        sums = (value for value in deferral.values() if isinstance(value, Tensor))
-        return deferral if all(_is_sum_of(param, tensor) for tensor in sums) else {}
-    return deferral
+    if not deferral:
+        return {}
+    if torch.compiler.is_compiling():  # noting_backwards() looks whose sums they are
+        return deferral if is_traced_for_us() else {}
+    sums = (value for value in deferral.values() if isinstance(value, Tensor))
+    return deferral if all(_is_sum_of(param, tensor) for tensor in sums) else {}
 
 
 def sync_of(module: nn.Module) -> Sync:
@@ -179,6 +181,9 @@ def noting_backwards(
             own[place] = args[place].data
         outputs = compiled(*own)
         params = [(args[place], goal) for place, goal in until.items()]
+        for param, goal in params:
+            if goal != "all":
+                call_hooks_when_reduced(param)
         for node in backward_nodes(outputs, args):
             node.register_prehook(functools.partial(_refuse_other_inputs, params))
             node.register_hook(functools.partial(_note_compiled_backward, params, node))
@@ -204,6 +209,8 @@ def _is_sum_of(param: Tensor, tensor: Tensor) -> bool:
 def note_backward(full: Tensor, param: Tensor, until: str) -> None:
     """Have the backward of a gather that was run eagerly note what it does with the gradient."""
     if full.grad_fn is not None and SUMS in param.__dict__:
+        if until != "all":
+            call_hooks_when_reduced(param)
         full.grad_fn.register_prehook(functools.partial(_refuse_other_inputs, [(param, until)]))
         full.grad_fn.register_hook(functools.partial(_note_backward, [(param, until)]))
 
@@ -318,7 +325,8 @@ def microbatch(model: nn.Module, *, is_last: bool) -> Iterator[None]:
                 (loss_of(model, batch) / len(batches)).backward()
 
     It takes memory for full gradients in ``reduce_dtype`` on every rank. FSDP2's way of saying so,
-    ``model.set_requires_gradient_sync(is_last)``, works as well.
+    ``model.set_requires_gradient_sync(is_last)``, works as well. What another backend than
+    ``"simplefsdp"`` compiles reduces in each backward, to the same gradients.
 
     Args:
         model: wrapped by :func:`simplefsdp.simple_fsdp`, or a part or parent of such a module.

@@ -59,8 +59,9 @@ def note_replaced(owner: nn.Module, name: str, by: Tensor, fqn: str) -> None:
     """Note that ``by`` is about to take a shard's place, as by ``load_state_dict(assign=True)``."""
     shard = owner._parameters.get(name)
     if shard is not None and shard is not by:
-        note = _Replaced(weakref.ref(shard), weakref.ref(owner), name, fqn)
-        _replaced[id(shard), id(owner), name] = note
+        key = id(shard), id(owner), name
+        until: weakref.ref[Tensor] = weakref.ref(shard, lambda _: _replaced.pop(key, None))
+        _replaced[key] = _Replaced(until, weakref.ref(owner), name, fqn)
 
 
 def refuse_replaced(optimizer: Optimizer) -> None:

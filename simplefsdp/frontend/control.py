@@ -108,13 +108,15 @@ def set_reshard_after_backward(
 
 
 def unshard(self: nn.Module, async_op: bool = False) -> UnshardHandle | None:
-    """Gather now and keep, until :func:`reshard`: forwards and backwards gather nothing.
+    """Gather now and keep, until :func:`reshard`: forwards and backwards gather nothing, but for
+    what another backend than ``"simplefsdp"`` compiles.
 
     Not what modules inside have that were wrapped by themselves: call this on those, too.
     When shards have changed, by an optimizer's step, a checkpoint or an operator in place, the next
-    forward gathers once more. What is written by hand without an operator of torch's, or to
-    ``.data`` of ``param.to_local()``, is not noticed: call this again after it, as FSDP2's users do
-    in each step. To read or write full parameters outside of forward, use ``simplefsdp.unsharded``.
+    forward gathers once more. What is written without an operator of torch's, by a collective, or
+    to ``param.to_local().data`` or ``param.detach().to_local()``, is not noticed: call this again
+    after it, as FSDP2's users do in each step. To read or write full parameters outside of forward,
+    use ``simplefsdp.unsharded``.
     """
     kept.keep(_up_to(self, POLICY))
     return _Done() if async_op else None

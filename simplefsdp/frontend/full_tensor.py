@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from simplefsdp._torch import handle_full_tensor
 from simplefsdp.frontend.accumulation import deferral_of
 from simplefsdp.frontend.gather import gather
-from simplefsdp.frontend.living import living_shards, owner_of
+from simplefsdp.frontend.living import is_sharded_alike, living_shards, owner_of
 from simplefsdp.frontend.wrapped import layouts_of
 
 
@@ -46,5 +46,4 @@ def _full_tensor(param: DTensor) -> Tensor | None:
 
 def _looks_wrapped(param: DTensor) -> bool:
     """Whether a wrapped parameter has the layout of ``param``: all that a compiler knows of it."""
-    wanted = param.shape, param.placements, param.device_mesh
-    return any((p.shape, p.placements, p.device_mesh) == wanted for _, p in living_shards())
+    return any(is_sharded_alike(param, shard) for _, shard in living_shards())

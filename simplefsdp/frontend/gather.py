@@ -20,11 +20,11 @@ from torch.distributed.tensor import DTensor
 
 from simplefsdp import provenance
 from simplefsdp._torch import (
-    backend_traced_for,
     has_no_data,
     is_traced_tensor,
     local_of,
     local_tensor,
+    traces_for,
 )
 from simplefsdp.frontend import tensor_class
 from simplefsdp.frontend.gather_spec import (
@@ -183,7 +183,7 @@ def gather(
         # Here, not where the parameter is read: Dynamo would take the code that it traces to be
         # uncompilable, for ever.
         raise ValueError(f"{fqn or 'a parameter'}: {ON_META}")
-    if has_no_data(local_tensor(param)) and backend_traced_for() == "inductor":
+    if has_no_data(local_tensor(param)) and traces_for("inductor"):
         _warn_of_torchs_backend()
     marked = provenance.gather_of(fqn, reshard_after_forward=spec.reshard_after_forward)
     with nullcontext() if spec.tensor_class else marked:  # a class's gather is marked further in

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from simplefsdp._torch import is_same_view, local_tensor, version_of
 from simplefsdp.frontend import living, loaded
 from simplefsdp.frontend.gather import ON_META, gather_shard
 from simplefsdp.frontend.gather_spec import GatherSpec
+from simplefsdp.frontend.reading import is_traced_for_us
 from simplefsdp.frontend.wrapped import KEPT, is_wrapped, layouts_of, mark_stays, shards_of
 from simplefsdp.rank_sequence import PlainLoad
 
@@ -39,6 +40,7 @@ class _Kept:
     # Of the shard that it was gathered from; below 0 if that was, or may be, written to since.
     version: int = -1
     memory: torch.UntypedStorage | None = None  # of that shard
+    beside: WeakSet[_Kept] | None = None  # itself, and what is kept of other views of that memory
     readers: int = 0  # modules that read it: a tied parameter has several
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
@@ -48,10 +50,11 @@ class _Kept:
 def kept_of(module: nn.Module, name: str) -> Tensor | None:
     """The full parameter that is kept, in ``param_dtype``; None if it is gathered when read."""
     full: Tensor | None = module.__dict__.get(KEPT, {}).get(name)
-    # Where it is compiled, refreshing() sees to that.
-    if full is None or torch.compiler.is_compiling() or _is_of(full, module._parameters[name]):
-        return full
-    return None
+    if full is None:
+        return None
+    if torch.compiler.is_compiling():  # refreshing() looks whose it is
+        return full if is_traced_for_us() else None
+    return full if _is_of(full, module._parameters[name]) else None
 
 
 def _is_of(full: Tensor, param: Any) -> bool:
@@ -158,18 +161,18 @@ def expect_writes(params: Iterable[Any]) -> None:
             kept.version, kept.memory = -1, None
 
 
-_all: WeakSet[_Kept] = WeakSet()
-# By the memory of the shard that it was gathered from; several shards may be views of one memory.
-_kept_of_memory: defaultdict[int, WeakSet[_Kept]] = defaultdict(WeakSet)
+# All that is kept, by the memory of the shard that it was gathered from.
+_kept_of_memory: WeakValueDictionary[int, WeakSet[_Kept]] = WeakValueDictionary()
 
 
 def _note_shard(param: DTensor, kept: _Kept) -> None:
     """Note that ``kept`` was gathered from the shard as it is now."""
     memory = _torch.memory_of(param)
-    kept.version, kept.memory = version_of(param), memory
+    tells = not local_tensor(param).is_inference()
+    kept.version, kept.memory = version_of(param) if tells else _PERHAPS, memory
     if memory is not None:
-        _all.add(kept)
-        _kept_of_memory[memory._cdata].add(kept)
+        kept.beside = _kept_of_memory.setdefault(memory._cdata, WeakSet())
+        kept.beside.add(kept)
 
 
 def _watch_writes() -> None:
@@ -186,8 +189,7 @@ def _watch_optimizers() -> None:
 
     def note_step(optimizer: Optimizer, *_: Any) -> None:
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        expect_writes(params)
-        for param in params if _all else ():
+        for param in params if _kept_of_memory else ():
             _note_write_to(param if isinstance(param, DTensor) else param.detach())
 
     register_optimizer_step_post_hook(note_step)
@@ -195,15 +197,15 @@ def _watch_optimizers() -> None:
 
 def _note_write(value: Any) -> None:
     for tensor in value if isinstance(value, (list, tuple)) else (value,):
-        if _all and isinstance(tensor, DTensor):
+        if _kept_of_memory and isinstance(tensor, DTensor):
             _note_write_to(tensor)
 
 
 def _note_write_to(tensor: Tensor) -> None:
     memory = _torch.memory_of(tensor)
-    if memory is None or memory._cdata not in _kept_of_memory:
+    if memory is None:
         return
-    for kept in _kept_of_memory[memory._cdata]:
+    for kept in _kept_of_memory.get(memory._cdata, ()):
         # By now it may have been gathered from another shard, in another memory.
         if kept.memory is not None and kept.memory._cdata == memory._cdata:
             kept.version = -1
@@ -218,7 +220,7 @@ _ALONE = (
 @torch.compiler.disable
 def refresh_all(model: nn.Module) -> None:
     """:func:`refresh` for all parameters of ``model``, before an eager forward."""
-    if _all:
+    if _kept_of_memory:
         refresh(shard for module in model.modules() for _, shard in shards_of(module))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import ClassVar
 from weakref import WeakValueDictionary
 
 from torch import Tensor, nn
@@ -79,6 +80,22 @@ def owner_of(param: Tensor) -> tuple[nn.Module, str] | None:
         _found.update((key, (weakref.ref(m), its)) for key, (m, its) in now.items())
         return now.get(id(param))
     return module, name
+
+
+class _Alike:
+    at: tuple[int, int] = (0, 0)  # how many wraps and modules there were
+    fqns: ClassVar[dict[tuple[object, ...], str]] = {}  # by shape, mesh and placements
+
+
+def fqn_alike(tensor: DTensor) -> str:
+    """The FQN of a sharded parameter for which :func:`is_sharded_alike` is true; "" if there is
+    none. What takes a parameter's place has its layout, so layouts change with wraps only."""
+    now = _Wraps.count, len(_modules)
+    if _Alike.at != now:
+        _Alike.at, _Alike.fqns = now, {}
+        for fqn, param in living_shards():
+            _Alike.fqns.setdefault((param.shape, param.device_mesh, param.placements), fqn)
+    return _Alike.fqns.get((tensor.shape, tensor.device_mesh, tensor.placements), "")
 
 
 def is_sharded_alike(tensor: DTensor, param: DTensor) -> bool:

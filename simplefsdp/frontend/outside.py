@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from simplefsdp import _torch
 from simplefsdp.frontend.initialize import RANDOM_FILLS, fill_global
-from simplefsdp.frontend.living import is_sharded_alike, living_shards
+from simplefsdp.frontend.living import fqn_alike
 from simplefsdp.frontend.placement import dtensor_like, highest_of_ranks, rank_0s
 from simplefsdp.frontend.slices import handle_slices
 
@@ -74,7 +74,7 @@ def _draws_by_rank(tensor: DTensor) -> bool:
     sharded as one is, is to be filled with."""
     if not _torch.has_memory(tensor) or _torch.draws_globally(tensor.device_mesh):
         return False
-    return any(is_sharded_alike(tensor, param) for _, param in living_shards())
+    return bool(fqn_alike(tensor))
 
 
 def _fill(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -12,6 +12,7 @@ Others may keep full plain tensors, as a Muon that gathers each gradient does.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor, nn
@@ -34,7 +35,8 @@ def shard_plain_state(optimizer: Optimizer) -> None:
     if _WATCHED not in optimizer.__dict__:
         optimizer.__dict__[_WATCHED] = True
         _shard_loaded(optimizer)
-        optimizer.register_load_state_dict_post_hook(_shard_loaded)
+        with suppress(AttributeError):  # timm's Lookahead wraps another, and has no hooks itself
+            optimizer.register_load_state_dict_post_hook(_shard_loaded)
 
 
 def _shard_loaded(optimizer: Optimizer) -> None:

@@ -144,6 +144,13 @@ def in_traced_forward() -> bool:
     return _torch.inlines(_MARK) or _torch.guarded(in_forward)
 
 
+@torch.compiler.assume_constant_result
+def is_traced_for_us() -> bool:
+    """Whether Dynamo traces for our backend, whose code looks at each call at what is kept and what
+    is deferred. What other backends compile gathers each parameter and reduces each gradient."""
+    return _torch.traces_for("simplefsdp")
+
+
 def accessors(cls: type[nn.Module]) -> dict[str, Any]:
     """For the subclass of ``cls``: torch's methods that read parameters by their paths."""
     return {"get_parameter": _get_parameter} if cls.get_parameter is _OF_TORCH else {}

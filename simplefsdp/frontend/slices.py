@@ -14,20 +14,19 @@ to slices of other tensors are lost.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_map_only
 
 from inductor_passes.adapters._torch_calls import makes_view, written_by
 from simplefsdp import _torch
-from simplefsdp.frontend.living import is_sharded_alike, living_shards, owner_of
+from simplefsdp.frontend.living import fqn_alike, living_shards
 from simplefsdp.frontend.placement import dtensor_like
 from simplefsdp.frontend.reading import in_forward
-from simplefsdp.frontend.wrapped import fqn_of
 
 _aten = torch.ops.aten
 # Operators whose results are views of parts of a plain tensor: their arguments that are dimensions,
@@ -50,10 +49,25 @@ def handle_slices() -> None:
         _torch.handle_dtensor_op(op, _slice)
 
 
+class _Whole(NamedTuple):
+    """What a slice is of. Its name is looked for where it is needed, among all parameters."""
+
+    memory: StorageWeakRef
+    like: str  # the FQN of a parameter that is sharded as it is, or whose gradient it is a view of
+
+    def fqn(self) -> str:
+        """That of the parameter that it is, or is a view of; "" if it is of no parameter."""
+        own = (fqn for fqn, p in living_shards() if _torch.weak_memory_of(p) == self.memory)
+        return next(own, "")
+
+    def __str__(self) -> str:
+        return self.fqn() or f"a tensor sharded as {self.like} is, such as its gradient"
+
+
 class CopiedSlice(DTensor):
     """A slice that is a copy, or a view of one. It raises where it is written to."""
 
-    slice_of: str  # what it is called
+    slice_of: _Whole
     is_watched = False  # whether torch calls what follows; set when it first does
 
     @classmethod
@@ -74,7 +88,7 @@ class CopiedSlice(DTensor):
         return result
 
 
-def _lost(slice_of: str, what: str) -> str:
+def _lost(slice_of: _Whole, what: str) -> str:
     return (
         f"{slice_of}: a slice along a dimension that is sharded is a copy, so that {what} would be "
         "lost; write to all of it, as by tensor.mul_(distribute_tensor(mask, tensor.device_mesh, "
@@ -87,7 +101,7 @@ def _plain(tensor: CopiedSlice) -> DTensor:
     return dtensor_like(tensor, _torch.local_tensor(tensor))
 
 
-def _mark(result: Any, slice_of: str) -> None:
+def _mark(result: Any, slice_of: _Whole) -> None:
     for tensor in result if isinstance(result, (list, tuple)) else (result,):
         tensor.__class__ = CopiedSlice
         tensor.slice_of = slice_of
@@ -98,11 +112,11 @@ def _slice(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     target = args[0]
     writable = not (torch.is_grad_enabled() and target.requires_grad)  # else autograd refuses
     if writable and _takes_a_part(op, target, args, kwargs) and not in_forward():
-        fqn, is_own = _parameter_like(target)
-        if fqn:
-            _mark(result, fqn if is_own else f"a tensor sharded as {fqn} is, such as its gradient")
-            if is_own and not _is_watched(result):
-                raise ValueError(_lost(fqn, "what is written to it"))
+        whole = _whole(target)
+        if whole is not None:
+            _mark(result, whole)
+            if not _is_watched(result) and whole.fqn():
+                raise ValueError(_lost(whole, "what is written to it"))
     return result
 
 
@@ -112,26 +126,23 @@ def _is_watched(result: Any) -> bool:
     return CopiedSlice.is_watched
 
 
-def _parameter_like(tensor: DTensor) -> tuple[str, bool]:
-    """The FQN of the parameter that ``tensor`` is, or is a view of, and True; or that of one that
-    is sharded as it is, or whose gradient it is a view of, and False; "" if there is none."""
-    memory = _torch.memory_of(tensor)
+def _whole(tensor: DTensor) -> _Whole | None:
+    """What a slice of ``tensor`` is marked with; None if ``tensor`` is no parameter, nor a view of
+    one or of its gradient, nor sharded as one is."""
+    memory = _torch.weak_memory_of(tensor)
     if memory is None or not _torch.has_memory(tensor):
-        return "", False
-    if isinstance(tensor, nn.Parameter) and (owner := owner_of(tensor)) is not None:
-        return fqn_of(*owner), True
-    alike = ""
+        return None
+    like = fqn_alike(tensor) or next(_of_views(memory), "")
+    return _Whole(memory, like) if like else None
+
+
+def _of_views(memory: StorageWeakRef) -> Iterator[str]:
+    """The FQNs of the parameters of which, or of whose gradients, ``memory`` is."""
     for fqn, param in living_shards():
-        if _has(param, memory):
-            return fqn, True
-        if is_sharded_alike(tensor, param) or _has(param.grad, memory):
-            alike = alike or fqn
-    return alike, False
-
-
-def _has(tensor: Any, memory: torch.UntypedStorage) -> bool:
-    own = _torch.memory_of(tensor) if isinstance(tensor, DTensor) else None
-    return own is not None and own._cdata == memory._cdata
+        grad = param.grad
+        both = (param, grad) if isinstance(grad, DTensor) else (param,)
+        if any(_torch.weak_memory_of(tensor) == memory for tensor in both):
+            yield fqn
 
 
 def _takes_a_part(

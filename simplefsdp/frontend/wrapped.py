@@ -110,10 +110,11 @@ def check_own_rows(what: str, value: DTensor, param: DTensor) -> None:
     is_own = all(one == other for p, one, other in places if not isinstance(p, Replicate))
     if mesh.shape != own.shape or not is_own:
         raise ValueError(
-            f"{what}: expected this rank's rows, or the full tensor, got the rows of rank "
-            f"{tuple(there)} of {tuple(mesh.shape)} on rank {tuple(here)} of {tuple(own.shape)}. "
-            "torch.save(model.state_dict()) on one rank writes the rows of that rank alone. Save "
-            "on all ranks, by torch.distributed.checkpoint, or full tensors (get_state_dict with "
+            f"{what}: expected this rank's rows, or the full tensor, got what rank {tuple(there)} "
+            f"of {tuple(mesh.shape)} had, on rank {tuple(here)} of {tuple(own.shape)}. torch.save("
+            "state_dict()) on one rank writes what that rank alone has. If that is all (one rank, "
+            "mode='replicate'), load tensor.to_local(); else save on all ranks, by "
+            "torch.distributed.checkpoint, or full tensors (get_state_dict with "
             "StateDictOptions(full_state_dict=True))"
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import logging
 import pickle
@@ -855,6 +856,28 @@ def test_which_functions_dynamo_is_in_is_known_as_it_traces():
     torch._dynamo.reset()
     torch.compile(outer, backend="eager", fullgraph=True)(torch.ones(2))
     assert found == [[True, True, False]] and not _torch.inlines("outer")
+
+
+def test_the_backend_that_is_traced_for_is_known_as_dynamo_traces():
+    found = []
+
+    def named(gm, inputs, **kwargs):
+        return gm
+
+    @functools.wraps(named)
+    def around(*args, **kwargs):
+        return named(*args, **kwargs)
+
+    @torch.compiler.assume_constant_result
+    def asked():
+        found.append([_torch.traces_for(name) for name in ("named", "eager")])
+        return 1
+
+    backends = (named, functools.partial(named, options={}), around, "eager")
+    for backend in backends:
+        torch._dynamo.reset()
+        torch.compile(lambda x: x + asked(), backend=backend, fullgraph=True)(torch.ones(2))
+    assert found == [[True, False]] * 3 + [[False, True]] and not _torch.traces_for("eager")
 
 
 def test_a_function_is_traced_anew_where_a_question_has_another_answer():

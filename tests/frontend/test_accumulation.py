@@ -448,6 +448,55 @@ def test_hooks_run_where_gradients_are_reduced(solo_mesh, executor):
 
 
 @pytest.mark.parametrize("executor", ["eager", "aot_eager"])
+def test_hooks_that_come_between_micro_batches(solo_mesh, executor):
+    model = simple_fsdp(nn.Sequential(Mlp()), solo_mesh)
+    run, seen = run_of(model, executor), []
+    model.set_requires_gradient_sync(False)
+    mean(run(numbers(2, DIM))).backward()
+    model[0].row.register_hook(lambda grad: seen.append(grad.norm()))
+    mean(run(numbers(2, DIM))).backward()
+    assert not seen
+    model.set_requires_gradient_sync(True)
+    mean(run(numbers(2, DIM))).backward()
+    assert len(seen) == 1
+
+
+def by_another_backend() -> None:
+    """Of torch's: it reduces in each backward, and nothing waits."""
+    plain = nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, DIM))
+    model, other = wrapped(plain), wrapped(nn.Sequential(*map(copy.deepcopy, plain)))
+    torch._dynamo.reset()
+    run = torch.compile(model, backend="aot_eager", fullgraph=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number in range(2):
+        with microbatch(model, is_last=False):
+            mean(run(*mine(rows(number)))).backward()
+        mean(plain(*rows(number))).backward()
+        check_grads(plain, model)
+    model.finalize_backward()
+    check_grads(plain, model)
+    with microbatch(model, is_last=False):
+        weights = dict(other.named_parameters())
+        mean(torch.func.functional_call(run, weights, mine(rows(2)))).backward()
+    check_grads(plain, model)
+    assert all(param.grad is not None for param in other.parameters())
+    optimizer.step()
+    optimizer.zero_grad()
+
+    model.unshard()  # which this code does not read
+    with torch.no_grad():
+        before = run(*rows(3))
+        for param in model.parameters():
+            param.mul_(2)
+        after = run(*rows(3))
+        assert not torch.equal(before, after) and torch.equal(after, model(*rows(3)))
+
+
+def test_what_another_backend_compiles(pools):
+    pools(2).run(by_another_backend)
+
+
+@pytest.mark.parametrize("executor", ["eager", "aot_eager"])
 def test_a_parameter_without_rows_accumulates(solo_mesh, executor):
     class Empty(Mlp):
         def __init__(self) -> None:

@@ -6,7 +6,9 @@ Those that defer reduces are in ``test_accumulation.py``.
 from __future__ import annotations
 
 import copy
+import gc
 import tempfile
+import weakref
 
 import pytest
 import torch
@@ -20,7 +22,9 @@ from torch.distributed.tensor import DTensor
 
 from simplefsdp import simple_fsdp, unsharded
 from simplefsdp.frontend.accumulation import Sync, sync_of
-from simplefsdp.frontend.kept import kept_of
+from simplefsdp.frontend.after_wrap import _replaced
+from simplefsdp.frontend.kept import _kept_of_memory, kept_of
+from simplefsdp.frontend.wrapped import KEPT
 from simplefsdp.rank_guard import RankMismatchError
 
 
@@ -512,6 +516,53 @@ def filled(params):
 
 def local(params):
     params[0].to_local().mul_(2)
+
+
+def test_what_is_kept_of_shards_that_were_made_in_inference_mode(solo_mesh):
+    """Their versions do not grow."""
+    model, x = simple_fsdp(nn.Linear(4, 3, bias=False), solo_mesh), torch.ones(2, 4)
+    state = model.state_dict()
+    with torch.inference_mode():
+        weights = {name: param.clone() for name, param in state.items()}
+    model.load_state_dict(weights, assign=True)
+    model.unshard()
+    with torch.inference_mode():
+        assert model(x).any()
+        model.weight.to_local().zero_()
+        assert not model(x).any()
+
+
+def test_nothing_is_left_of_what_was_kept(solo_mesh):
+    weights = {"weight": torch.ones(3, 4), "bias": torch.ones(3)}
+    model, gone = simple_fsdp(nn.Linear(4, 3), solo_mesh), simple_fsdp(nn.Linear(4, 3), solo_mesh)
+    gc.collect()
+    before = len(_kept_of_memory), len(_replaced)
+    gone.unshard()
+    del gone
+    for _ in range(3):
+        model.load_state_dict(weights, assign=True)
+        model.unshard()
+        model(torch.ones(2, 4))
+        model.reshard()
+    gc.collect()
+    assert (len(_kept_of_memory), len(_replaced)) == before
+
+
+@pytest.mark.parametrize("executor", ["aot_eager", "inductor"])
+def test_compiled_code_holds_nothing_that_it_was_called_with(solo_mesh, executor):
+    """Its first batch, shards that others have replaced, full parameters until ``reshard``."""
+    model = simple_fsdp(nn.Linear(4, 3), solo_mesh)
+    run, x = run_of(model, executor), torch.ones(2, 4)
+    model.unshard()
+    full = model.__dict__[KEPT]["weight"]
+    held = [weakref.ref(tensor) for tensor in (x, full, model.weight.to_local())]
+    run(x).sum().backward()
+    model.reshard()
+    model.load_state_dict({"weight": torch.ones(3, 4), "bias": torch.ones(3)}, assign=True)
+    del x, full
+    gc.collect()
+    assert [ref() is None for ref in held] == [True, True, True]
+    run(torch.ones(2, 4)).sum().backward()
 
 
 @pytest.mark.parametrize("executor", ["eager", "aot_eager"])

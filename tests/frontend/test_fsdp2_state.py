@@ -441,6 +441,28 @@ class OneTensor(torch.optim.Optimizer):
             assert not self.state[param].to_local().any()
 
 
+class Around(torch.optim.Optimizer):
+    """As timm's Lookahead: it has of torch's hooks those of steps alone."""
+
+    def __init__(self, inner) -> None:
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = {}, {}
+        self.inner, self.defaults = inner, inner.defaults
+        self.param_groups, self.state = inner.param_groups, {}
+
+    def step(self):
+        self.inner.step()
+
+
+def test_an_optimizer_around_another(solo_mesh):
+    model = simple_fsdp(nn.Linear(4, 4), solo_mesh)
+    optimizer, before = Around(torch.optim.SGD(model.parameters())), model.bias.detach().clone()
+    for _ in range(2):  # zero_grad() gives it torch's hooks
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not torch.equal(model.bias, before)
+
+
 def test_an_optimizer_whose_state_is_no_dictionary(solo_mesh):
     model = simple_fsdp(nn.Linear(4, 4), solo_mesh)
     optimizer = OneTensor(model.parameters())

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from simplefsdp import simple_fsdp, unsharded
+from simplefsdp.frontend import slices
 from simplefsdp.frontend.slices import CopiedSlice
 
 LOST = "a slice along a dimension that is sharded is a copy"
@@ -50,6 +51,17 @@ def test_a_write_to_a_part_raises(fake_mesh, take):
         take(layer.weight.data).zero_()
     with pytest.raises(ValueError, match=LOST):
         take(layer.requires_grad_(False).weight).zero_()
+
+
+def test_a_slice_costs_no_look_at_all_parameters(watched_mesh, monkeypatch):
+    """Of thousands, a loop over them would take minutes."""
+    layer = simple_fsdp(nn.Linear(6, 8), watched_mesh)
+    layer(torch.ones(2, 6)).sum().backward()
+    layer.weight.grad[0]
+    monkeypatch.delattr(slices, "living_shards")
+    with torch.no_grad():
+        assert type(layer.weight[0]) is type(layer.weight.data[0]) is CopiedSlice
+    assert type(layer.weight.grad[0]) is CopiedSlice
 
 
 @pytest.fixture
