@@ -84,7 +84,7 @@ def owner_of(param: Tensor) -> tuple[nn.Module, str] | None:
 
 class _Alike:
     at: tuple[int, int] = (0, 0)  # how many wraps and modules there were
-    fqns: ClassVar[dict[tuple[object, ...], str]] = {}  # by shape, mesh and placements
+    fqns: ClassVar[dict[object, str]] = {}  # by shape, mesh and placements
 
 
 def fqn_alike(tensor: DTensor) -> str:
@@ -93,9 +93,14 @@ def fqn_alike(tensor: DTensor) -> str:
     now = _Wraps.count, len(_modules)
     if _Alike.at != now:
         _Alike.at, _Alike.fqns = now, {}
-        for fqn, param in living_shards():
-            _Alike.fqns.setdefault((param.shape, param.device_mesh, param.placements), fqn)
-    return _Alike.fqns.get((tensor.shape, tensor.device_mesh, tensor.placements), "")
+    key = tensor.shape, tensor.device_mesh, tensor.placements
+    if key not in _Alike.fqns:
+        alike = (fqn for fqn, param in living_shards() if is_sharded_alike(tensor, param))
+        # Not that there is none: a full parameter may stand in a shard's place for a while.
+        if not (found := next(alike, "")):
+            return ""
+        _Alike.fqns[key] = found
+    return _Alike.fqns[key]
 
 
 def is_sharded_alike(tensor: DTensor, param: DTensor) -> bool:

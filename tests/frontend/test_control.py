@@ -278,13 +278,18 @@ def swapped(model, weights, x):
 
 @pytest.mark.parametrize("executor", ["eager", "aot_eager"])
 @pytest.mark.parametrize("call", [in_their_place, swapped])
-def test_what_is_kept_is_not_read_in_the_place_of_others(solo_mesh, executor, call):
+@pytest.mark.parametrize("others_are_kept", [False, True])
+def test_what_is_kept_is_not_read_in_the_place_of_others(
+    solo_mesh, executor, call, others_are_kept
+):
     """Weights of a teacher, say, or of an average."""
     model, x = simple_fsdp(nn.Linear(4, 3), solo_mesh), torch.ones(2, 4)
     teacher = copy.deepcopy(model)
     with torch.no_grad():
         for param in teacher.parameters():
             param.fill_(1)
+        if others_are_kept:
+            teacher.unshard()
         wanted, weights = teacher(x), dict(teacher.named_parameters())
         model.unshard()
         model(x)

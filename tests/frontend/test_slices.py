@@ -64,6 +64,14 @@ def test_a_slice_costs_no_look_at_all_parameters(watched_mesh, monkeypatch):
     assert type(layer.weight.grad[0]) is CopiedSlice
 
 
+def test_what_is_asked_inside_unsharded_is_asked_again(watched_mesh):
+    layer = simple_fsdp(nn.Linear(6, 8), watched_mesh)
+    state = torch.zeros_like(layer.weight.detach())
+    with unsharded(layer, writeback=False):
+        state[0]
+    assert type(state[0]) is CopiedSlice
+
+
 @pytest.fixture
 def watched_mesh(fake_mesh):
     """For what torch does not tell of in older versions."""
