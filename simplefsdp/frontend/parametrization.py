@@ -122,8 +122,9 @@ def _methods(cls: type[nn.Module]) -> dict[str, Any]:
 
     def _save_to_state_dict(self: nn.Module, *args: Any) -> None:
         refuse_assigned_since(param for param in self._parameters.values() if param is not None)
-        cls._save_to_state_dict(self, *args)
-        kept.share_versions(self, *args[:2])
+        with torch.inference_mode(False):  # in which no DTensor can be detached
+            cls._save_to_state_dict(self, *args)
+            kept.share_versions(self, *args[:2])
 
     def _apply(self: nn.Module, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         kept.free_everywhere(self)  # for parameters may get another dtype, or lose their values

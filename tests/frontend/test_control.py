@@ -526,9 +526,8 @@ def local(params):
 def test_what_is_kept_of_shards_that_were_made_in_inference_mode(solo_mesh):
     """Their versions do not grow."""
     model, x = simple_fsdp(nn.Linear(4, 3, bias=False), solo_mesh), torch.ones(2, 4)
-    state = model.state_dict()
     with torch.inference_mode():
-        weights = {name: param.clone() for name, param in state.items()}
+        weights = {name: param.clone() for name, param in model.state_dict().items()}
     model.load_state_dict(weights, assign=True)
     model.unshard()
     with torch.inference_mode():
