@@ -33,10 +33,13 @@ def _nodes_of(values: Iterable[Any]) -> set[BackwardNode]:
     return {node for node in nodes if node is not None}
 
 
-def reached(node: BackwardNode, gradients: Iterable[Any]) -> Iterator[torch.Tensor]:
+def reached(
+    after_node: Iterable[tuple[Any, int]], gradients: Iterable[Any]
+) -> Iterator[torch.Tensor]:
     """The leaf tensors that receive one of ``gradients``, the gradients of a node's inputs, which a
-    hook of the node is given."""
-    for (after, _), gradient in zip(node.next_functions, gradients, strict=True):
+    hook of the node is given. ``after_node`` is its ``next_functions``, which the hook may hold: a
+    hook that holds its node keeps what that saved until Python looks for garbage."""
+    for (after, _), gradient in zip(after_node, gradients, strict=True):
         leaf = after
         while leaf is not None and not hasattr(leaf, "variable"):  # the input is a view, say
             leaf = leaf.next_functions[0][0] if leaf.next_functions else None

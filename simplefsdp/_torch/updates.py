@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import functools
 import inspect
 import operator
 from collections.abc import Callable, Sequence
@@ -145,6 +146,7 @@ def step_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
     return [hook for found in hooks for hook in found.values()]
 
 
+@functools.cache  # each patch that torch makes stays in the thread's context for ever
 def no_backward_inside() -> AbstractContextManager[None]:
     """Inside, Dynamo refuses to trace ``backward()``, also if the user allows it: a compiled step
     computes its gradients in another way."""

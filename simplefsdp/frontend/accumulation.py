@@ -181,12 +181,12 @@ def noting_backwards(
             own[place] = args[place].data
         outputs = compiled(*own)
         params = [(args[place], goal) for place, goal in until.items()]
-        for param, goal in params:
-            if goal != "all":
-                call_hooks_when_reduced(param)
+        for param in (param for param, goal in params if goal != "all"):
+            call_hooks_when_reduced(param)
         for node in backward_nodes(outputs, args):
             node.register_prehook(functools.partial(_refuse_other_inputs, params))
-            node.register_hook(functools.partial(_note_compiled_backward, params, node))
+            reduced = functools.partial(_note_compiled_backward, params, node.next_functions)
+            node.register_hook(reduced)
         return outputs
 
     return call
@@ -216,10 +216,10 @@ def note_backward(full: Tensor, param: Tensor, until: str) -> None:
 
 
 def _note_compiled_backward(
-    params: Iterable[tuple[Tensor, str]], node: Any, gradients: Sequence[Any], _: Any
+    params: Iterable[tuple[Tensor, str]], after: Any, gradients: Sequence[Any], _: Any
 ) -> None:
     """Sums of a parameter that got no gradient are neither taken along nor reduced: they wait."""
-    there = {id(param) for param in reached(node, gradients)}
+    there = {id(param) for param in reached(after, gradients)}
     _note_backward((p, until) for p, until in params if until != "all" or id(p) in there)
 
 

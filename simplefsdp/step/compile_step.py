@@ -28,8 +28,8 @@ from simplefsdp.frontend.reading import name_of
 from simplefsdp.frontend.waiting import refuse_waiting
 from simplefsdp.step.hyperparameters import fingerprint, hyperparameters
 from simplefsdp.step.scalars import CountsDiffer, Numbers, Scalars, scalars_of
-from simplefsdp.step.update import Owner, Update, capture, params_of, tensor_at
-from simplefsdp.step.whole_graph import WholeStep, note_loss, whole_step
+from simplefsdp.step.update import Owner, Site, Update, capture, params_of, tensor_at
+from simplefsdp.step.whole_graph import note_loss, whole_step
 
 log = logging.getLogger("simplefsdp")
 MOST = 8  # sets of hyperparameters that one step is compiled for
@@ -209,6 +209,16 @@ class _Step:
                 )
 
 
+class _Run(NamedTuple):
+    """What a call of the code of a whole step needs; see :class:`WholeStep`."""
+
+    computed: Numbers
+    sites: list[Site]
+    numbers: list[int]
+    seed: Tensor
+    trained: frozenset[Owner]
+
+
 class _Compiled:
     """The compiled step for one set of hyperparameters."""
 
@@ -218,6 +228,7 @@ class _Compiled:
         self.optimizer, self.update, self.scalars = optimizer, update, scalars
         self.max_norm = max_norm
         self.norm: Tensor | None = None
+        self.runs: list[_Run] = []
 
     def compile(self, loss_of: Callable[..., Tensor], options: Mapping[str, object] | None) -> None:
         def loss(*args: Any, **kwargs: Any) -> Tensor:
@@ -258,25 +269,25 @@ class _Compiled:
             fqns=fqns,
         )
         numbers = Numbers(self.optimizer, self.scalars, whole.trained)
-        me = weakref.ref(self)
+        # Dynamo keeps the code, which must hold neither a batch nor the optimizer: this step does.
+        me, place = weakref.ref(self), len(self.runs)
+        self.runs.append(_Run(numbers, whole.sites, whole.numbers, whole.seed, whole.trained))
 
         def called(code: Callable[..., Any]) -> Callable[..., Any]:
-            return lambda *args: _there(me()).run(code, whole, numbers, args)
+            return lambda *args: (this := _there(me())).run(code, this.runs[place], args)
 
         return whole.gm, whole.inputs, called
 
-    def run(
-        self, code: Callable[..., Any], whole: WholeStep, numbers: Numbers, args: tuple[Any, ...]
-    ) -> Any:
+    def run(self, code: Callable[..., Any], of: _Run, args: tuple[Any, ...]) -> Any:
         """Run the compiled ``code`` of a whole step; gives the results of the graph of the loss."""
         params = params_of(self.optimizer)
-        others = (param for owner, param in params.items() if owner not in whole.trained)
+        others = (param for owner, param in params.items() if owner not in of.trained)
         refuse_waiting(others, "a compiled step")
-        values = numbers.compute()
-        own = [tensor_at(self.optimizer, site) for site in whole.sites]
-        results = code(*args, *own, *(values[i] for i in whole.numbers), whole.seed)
-        numbers.write(values)
-        trained = [params[owner] for owner in whole.trained]
+        values = of.computed.compute()
+        own = [tensor_at(self.optimizer, site) for site in of.sites]
+        results = code(*args, *own, *(values[i] for i in of.numbers), of.seed)
+        of.computed.write(values)
+        trained = [params[owner] for owner in of.trained]
         expect_writes(trained)
         note_reduced(trained)
         if self.max_norm is not None:

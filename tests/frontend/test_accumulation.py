@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections import Counter
 
 import pytest
@@ -459,6 +461,23 @@ def test_hooks_that_come_between_micro_batches(solo_mesh, executor):
     model.set_requires_gradient_sync(True)
     mean(run(numbers(2, DIM))).backward()
     assert len(seen) == 1
+
+
+def test_a_forward_that_has_no_backward_leaves_nothing(solo_mesh):
+    model = simple_fsdp(nn.Linear(DIM, DIM), solo_mesh)
+    run, x = run_of(model, "aot_eager"), torch.ones(2, DIM, requires_grad=True)
+    model.set_requires_gradient_sync(False)
+    run(x)  # compiles, which leaves cycles
+    x, gone = torch.ones(2, DIM, requires_grad=True), weakref.ref(x)
+    gc.collect()
+    gc.disable()
+    try:
+        output, gone = run(x), weakref.ref(x)
+        assert output.grad_fn is not None
+        del x, output
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def by_another_backend() -> None:

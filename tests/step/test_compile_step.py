@@ -606,6 +606,23 @@ def test_nothing_is_kept_of_a_step_that_nobody_has(solo_mesh):
     assert gone() is None and moments() is None
 
 
+def test_nothing_is_kept_of_a_model_and_its_first_batch(solo_mesh):
+    _, model, _, others = pair(solo_mesh)
+    step = compile_step(loss_with(model), others, options=OPTIONS)
+    x = torch.randn(4, WIDTH)
+    first = weakref.ref(x)
+    step(x)
+    del x
+    step(torch.randn(4, WIDTH))
+    gc.collect()
+    assert first() is None
+    held = [weakref.ref(param) for param in model.parameters()]
+    held += [weakref.ref(state["exp_avg"]) for state in others.state.values()]
+    del step, model, others, _
+    gc.collect()
+    assert [ref() is None for ref in held] == [True] * len(held)
+
+
 @pytest.mark.parametrize(
     ("loss", "error"),
     [
