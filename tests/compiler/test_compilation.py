@@ -92,5 +92,5 @@ def test_fusions_are_asked_for_of_plans_and_of_whole_steps(bucketing, whole_step
     options = parse_options({"bucketing": bucketing, "executor": "inductor"})
     settings = pass_settings(options, ["weight"], torch.device("cpu"))
     known = Compilation(options, settings, (), True, 0, None, set(), whole_step)
-    _, lowering = _Compiler([], known, None)._orders()
+    _, lowering = _Compiler(known, None)._orders()
     assert (lowering is fusions_as_planned) is asked
