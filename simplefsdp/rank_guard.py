@@ -266,8 +266,9 @@ def _verdict(
 
 
 LATE = (
-    "They failed, are slower than that, or took another branch of the program, as for an empty "
-    "batch; see their logs, or raise options['rank_guard_timeout_s'], or of what is not compiled "
+    "They failed, are slower than that, took another branch of the program, as for an empty batch, "
+    "or run uncompiled, as with FlopCounterMode, set_stance or TORCH_COMPILE_DISABLE; see their "
+    "logs, or raise options['rank_guard_timeout_s'], or of what is not compiled "
     f"{_VARIABLE}, on all of them"
 )
 

@@ -14,6 +14,7 @@ from simplefsdp._torch.backends import (
     compile_with_inductor,
     graphs_of,
     has_settings_for_whole_graphs,
+    refuse_settings,
 )
 from simplefsdp._torch.backward_nodes import accumulates, backward_nodes, reached
 from simplefsdp._torch.cache_files import cache_folder, keep, read_kept
@@ -67,7 +68,12 @@ from simplefsdp._torch.processes import (
     second_group,
     shared_store,
 )
-from simplefsdp._torch.recompiling import forget_given_up, given_up_on, watch_recompiling
+from simplefsdp._torch.recompiling import (
+    forget_given_up,
+    given_up_on,
+    told_to_run_uncompiled,
+    watch_recompiling,
+)
 from simplefsdp._torch.repeated_calls import REPEATED, inline_repeated_calls, reset_repeated_calls
 from simplefsdp._torch.saved_code import (
     BackwardLaterError,

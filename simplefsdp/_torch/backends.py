@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, cast
 from unittest.mock import patch
 
 import torch
+from torch._dynamo import config as dynamo_config
 from torch._functorch import config as functorch_config
 from torch._inductor import config
 from torch.distributed.device_mesh import DeviceMesh
@@ -29,6 +30,8 @@ from simplefsdp._torch.system_info import triton_by_version
 from simplefsdp._torch.users_passes import GraphPass, after_the_users
 
 CompiledFunction = Callable[..., Any]
+
+_LOSES_MESHES = torch.__version__ >= "2.12"  # seen in 2.14 and 2.15, not in 2.11
 
 
 class Passes(NamedTuple):
@@ -63,6 +66,24 @@ def has_settings_for_whole_graphs() -> bool:
     """Whether the user has set Inductor to run passes over, or wrap the code of, whole graphs."""
     passes = (config.post_grad_custom_pre_pass, config.post_grad_custom_post_pass)
     return any(wrappers().values()) or any(of_user is not None for of_user in passes)
+
+
+def refuse_settings(executor: str) -> None:
+    """Raise a ValueError for settings of the user's that torch does not support for such graphs; it
+    would end in an error that names neither the setting nor a remedy."""
+    if dynamo_config.caching_precompile:
+        raise ValueError(
+            "torch._dynamo.config.caching_precompile is set: it stores functions by their names in "
+            "their modules, which the forward of a wrapped model does not have. Unset it "
+            "(TORCH_CACHING_PRECOMPILE); torch.compiler.save_cache_artifacts() stores what is "
+            "compiled"
+        )
+    if executor == "inductor" and config.cpp_wrapper and _LOSES_MESHES:
+        raise ValueError(
+            "torch._inductor.config.cpp_wrapper is set: the code that it makes loses the meshes of "
+            "DTensors (a bug of torch, also without simplefsdp). Pass options={'executor': "
+            "'regions'}, or unset it (TORCHINDUCTOR_CPP_WRAPPER)"
+        )
 
 
 def compile_with_inductor(

@@ -28,6 +28,9 @@ _COPY = torch.ops.aten.copy_.default
 # It does so twice: in the graph, and in the backward that it has extracted, where it moves what is
 # recomputed to where that is used. The inputs of the extracted graphs are named as the nodes here.
 _TANGENT = "tangents_1"
+# Since 2.15, where the partitioner has a memory budget (``activation_memory_budget``), it refuses
+# to size what is no tensor, such as the mesh of a DTensor.
+_OBJECTS_HAVE_NO_SIZE = "unsafe_treat_script_objects_as_zero_size"
 
 
 def partitioning() -> AbstractContextManager[None]:
@@ -41,7 +44,10 @@ def partitioning() -> AbstractContextManager[None]:
     torch's own recomputation in a graph with its own backward is off: it does not know what the cut
     here chooses, and refuses random ops (since 2.12).
     """
-    return config.patch(recompute_views=True, remat_using_tags_for_fwd_loss_bwd_graph=False)
+    settings = {"recompute_views": True, "remat_using_tags_for_fwd_loss_bwd_graph": False}
+    if hasattr(config, _OBJECTS_HAVE_NO_SIZE):
+        settings[_OBJECTS_HAVE_NO_SIZE] = True
+    return config.patch(settings)
 
 
 def as_if_cut(gm: GraphModule, static: Sequence[int] = ()) -> GraphModule:

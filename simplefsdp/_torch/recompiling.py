@@ -11,7 +11,11 @@ from typing import Any
 
 import torch._dynamo
 from torch import nn
-from torch._dynamo import convert_frame
+from torch._dynamo import convert_frame, eval_frame
+from torch.utils._python_dispatch import is_in_any_mode_without_ignore_compile_internals
+
+_UNCOMPILED = ("force_eager", "eager_on_recompile", "eager_then_compile")
+"""Stances (``torch.compiler.set_stance``) in which what was compiled may run as it is."""
 
 _given_up: set[CodeType] = set()
 
@@ -52,3 +56,24 @@ def given_up_on() -> str:
             found = type(owner).__name__ if of_module else frame.f_code.co_qualname
         frame = frame.f_back
     return found
+
+
+def told_to_run_uncompiled() -> str:
+    """What the user has set on this rank, by which Dynamo runs the compiled function that the
+    caller is in uncompiled, for messages; empty if nothing is, or if it is in no such function."""
+    told = ""
+    if (stance := eval_frame._stance.stance) in _UNCOMPILED:
+        told = f"torch.compiler.set_stance({stance!r}) is in effect"
+    elif is_in_any_mode_without_ignore_compile_internals():
+        told = "a TorchDispatchMode is active, such as FlopCounterMode"
+    return told if told and _in_compiled_function() else ""
+
+
+def _in_compiled_function() -> bool:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "compile_wrapper" and code.co_filename == eval_frame.__file__:
+            return True
+        frame = frame.f_back
+    return False

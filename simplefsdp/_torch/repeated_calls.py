@@ -47,7 +47,14 @@ def kind_of(layer: nn.Module) -> object:
         for device in devices
         if torch.amp.is_autocast_available(device)
     ]
-    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype()
+    modes = (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_cache_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.get_default_dtype(),
+    )
     return type(layer), *modes, *autocast, torch._C._len_torch_function_stack()
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch._inductor import config, custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import Graph
 
 GraphPass = Callable[[Graph], None]
@@ -17,9 +18,13 @@ def after_the_users(name: str, function: GraphPass, identity: Callable[[], str])
     gives what Inductor's caches key the pass on."""
     users = getattr(config, name)
     in_turn = users if isinstance(users, (list, tuple)) else [users] if users is not None else []
+    # Torch sorts the graph after the last pass, so passes before ours need not leave it in order.
+    may_be_unsorted = bool(in_turn or config.post_grad_fusion_options)
 
     class _Pass(CustomGraphPass):
         def __call__(self, graph: Graph) -> None:
+            if may_be_unsorted:
+                stable_topological_sort(graph)
             function(graph)
 
         def uuid(self) -> Any:
@@ -34,7 +39,7 @@ def after_the_users(name: str, function: GraphPass, identity: Callable[[], str])
     class _Both(_Pass):
         def __call__(self, graph: Graph) -> None:
             first(graph)
-            function(graph)
+            super().__call__(graph)
 
         def uuid(self) -> Any:
             theirs = first.uuid() if isinstance(first, CustomGraphPass) else None

@@ -88,6 +88,7 @@ def simplefsdp(
         settings = settings if adjust is None else adjust(settings)
         _say_uncovered(settings)
     _refuse_cudagraphs(choice, device)
+    _torch.refuse_settings(chosen.executor)
     begin_preparing(chosen.executor, device.type)
     timeout_s = choice.rank_guard_timeout_s
     ranks = _ranks_to_meet(params, timeout_s)

@@ -8,8 +8,9 @@ than the rank guard does. A rank that changes over to a branch that all have tak
 some forwards later (``rank_sequence.py``).
 
 Dynamo runs a function uncompiled once it has compiled it as often as it may; it counts on each rank
-by itself. What is gathered in such a function is compared before it is sent, each time: this rank
-would gather one by one what ranks that still run compiled code gather in buckets.
+by itself. The user may also tell it to run all functions uncompiled, on one rank. What is gathered
+in such a function is compared before it is sent, each time: this rank would gather one by one what
+ranks that still run compiled code gather in buckets.
 
 Not noticed is a forward that others do not begin. It ends with the process group's timeout.
 """
@@ -26,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from inductor_passes.adapters._torch import ranks_of_group
 from simplefsdp import rank_sequence, stalls
-from simplefsdp._torch import given_up_on, run_as_it_is
+from simplefsdp._torch import given_up_on, run_as_it_is, told_to_run_uncompiled
 from simplefsdp.rank_guard import LATE, RankMismatchError, agree, ranks_of
 from simplefsdp.rank_sequence import PlainLoad
 from simplefsdp.stalls import Watched
@@ -41,7 +42,7 @@ class _Forward(threading.local):
         self.gathered: dict[DeviceMesh, list[str]] = {}
         self.sent: dict[str, list[str]] = {}  # by process group
         self.given_up = ""  # the function around it that Dynamo has given up on; "" if none
-        self.asked: set[tuple[int, ...]] = set()  # ranks that were asked whether they are in one
+        self.asked: set[tuple[int, ...]] = set()  # ranks that were asked if they run uncompiled
         self.loaded: dict[str, list[PlainLoad]] = {}  # by process group
         self.watched: Watched | None = None
 
@@ -73,20 +74,38 @@ def note_gather(
         _now.sent.setdefault(group, []).append(fqn)
         _now.loaded.setdefault(group, []).extend(taken())
     if given_up := (_now.depth and _now.given_up) or given_up_on():
-        _agree_to_run_uncompiled(given_up, mesh, fqn, group)
+        why, is_all = _GIVEN_UP.format(given_up), bool(_now.given_up)
+        _agree_to_run_uncompiled(given_up, why, is_all, mesh, fqn, group)
+    elif told := told_to_run_uncompiled():
+        _agree_to_run_uncompiled("what was compiled", _TOLD.format(told), True, mesh, fqn, group)
 
 
-def _agree_to_run_uncompiled(function: str, mesh: DeviceMesh, fqn: str, group: str) -> None:
+_GIVEN_UP = (
+    "Dynamo has compiled {} as often as it may on this rank and runs it as it is now, and may not "
+    "have on those: what they gather does not match. Let it compile more often, on all ranks "
+    "(torch._dynamo.config.recompile_limit, recompile_limit= of torch.compile); or let less differ "
+    "between calls, TORCH_LOGS=recompiles says what does: pad batches to a few lengths"
+)
+_TOLD = (
+    "On this rank {}, so that what was compiled runs uncompiled, and may not on those: what they "
+    "gather does not match. Set it on all ranks or on none"
+)
+
+
+def _agree_to_run_uncompiled(
+    function: str, why: str, is_all: bool, mesh: DeviceMesh, fqn: str, group: str
+) -> None:
     """Return when all ranks of this gather, and of the reduce of its gradient, are about to gather
-    in a function that Dynamo has given up on.
+    in a function that Dynamo runs uncompiled.
 
-    They are asked once per forward if all of it runs in such a function; else at each gather, since
-    Dynamo may have given up on the function of one layer, and run code for another.
+    They are asked once per forward if that holds for all compiled functions of a forward
+    (``is_all``); else at each gather, since Dynamo may have given up on the function of one layer,
+    and run code for another.
     """
     ranks = ranks_of([mesh])
     if not torch.is_grad_enabled():  # nothing is reduced, so ranks with copies are sent nothing
         ranks = tuple(rank for rank in ranks if rank in (ranks_of_group(group) or ()))
-    if _now.depth and _now.given_up:
+    if _now.depth and is_all:
         if ranks in _now.asked:
             return
         _now.asked.add(ranks)
@@ -95,13 +114,7 @@ def _agree_to_run_uncompiled(function: str, mesh: DeviceMesh, fqn: str, group: s
         [f"{function}: {fqn} uncompiled"],
         ranks,
         remember=False,
-        late=(
-            f"Dynamo has compiled {function} as often as it may on this rank and runs it as it is "
-            "now, and may not have on those: what they gather does not match. Let it compile more "
-            "often, on all ranks (torch._dynamo.config.recompile_limit, recompile_limit= of "
-            "torch.compile); or let less differ between calls, TORCH_LOGS=recompiles says what "
-            f"does: pad batches to a few lengths. Else: {LATE}"
-        ),
+        late=f"{why}. Else: {LATE}",
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import pickle
@@ -15,6 +16,7 @@ import torch
 from graphs import capture, gathers
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
+from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.utils import run_and_get_code
@@ -22,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from zoo import Zoo, batch, loss_of
 
 from simplefsdp import simple_fsdp
+from simplefsdp._torch import backends
 from simplefsdp.compiler import backend
 from simplefsdp.compiler.options import Options, parse_options
 
@@ -296,6 +299,70 @@ def test_the_users_own_passes_run_and_torchs_bucketing_does_not(fake_mesh):
     assert "all_gather_into_tensor_out" not in code[0]  # what torch's bucketing would write
 
 
+def test_a_users_pass_may_leave_the_graph_unsorted(solo_mesh):
+    doubled = []
+
+    def double(graph):
+        for node in graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default):
+            with graph.inserting_before(graph.output_node()):  # after its users
+                twice = graph.call_function(torch.ops.aten.mul.Tensor, (node, 2))
+            twice.meta.update(node.meta)
+            node.replace_all_uses_with(twice, delete_user_cb=lambda user, of=twice: user is not of)
+            doubled.append(node.name)
+
+    plain = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(2)])
+    model = simple_fsdp(copy.deepcopy(plain), solo_mesh)
+    options = {"bucketing": "manual", "buckets": ["*"], "executor": "inductor"}
+    with inductor_config.patch(post_grad_custom_post_pass=double, fx_graph_cache=False):
+        out = torch.compile(model, backend="simplefsdp", options=options)(torch.ones(2, 4))
+    assert len(doubled) == 2
+    torch.testing.assert_close(out, 4 * plain(torch.ones(2, 4)))
+
+
+def test_torchs_budget_of_activations_is_met(solo_mesh):
+    plain = nn.Sequential(*[m for _ in range(4) for m in (nn.Linear(8, 8), nn.GELU())])
+    model = simple_fsdp(copy.deepcopy(plain), solo_mesh)
+    x = torch.randn(16, 8)
+    saved = []
+
+    def pack(tensor):
+        saved.append(tensor.nbytes)
+        return tensor
+
+    def step(run):
+        saved.clear()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            run(x).sum().backward()
+        return sum(saved)
+
+    options = {**EAGER, "bucketing": "none"}
+    whole = step(torch.compile(model, backend="simplefsdp", options=options))
+    torch._dynamo.reset()
+    model.zero_grad()
+    with functorch_config.patch(activation_memory_budget=0.3):
+        less = step(torch.compile(model, backend="simplefsdp", options=options))
+    assert less < whole
+    plain(x).sum().backward()
+    for mine, its in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.full_tensor(), its.grad)
+
+
+def test_settings_of_torch_that_cannot_work_are_refused_by_name(fake_mesh, monkeypatch):
+    model = simple_fsdp(nn.Linear(4, 4), fake_mesh(2))
+    run = torch.compile(model, backend="simplefsdp")
+    with (
+        torch._dynamo.config.patch(caching_precompile=True),
+        pytest.raises(ValueError, match=r"caching_precompile is set.*save_cache_artifacts"),
+    ):
+        run(torch.ones(2, 4))
+    monkeypatch.setattr(backends, "_LOSES_MESHES", True)
+    with (
+        inductor_config.patch(cpp_wrapper=True),
+        pytest.raises(ValueError, match=r"cpp_wrapper is set.*'executor': 'regions'"),
+    ):
+        run(torch.ones(2, 4))
+
+
 def test_a_budget_that_nothing_meets_says_which_graph_and_how_much(fake_mesh):
     model = simple_fsdp(nn.Linear(64, 64), fake_mesh(2))
     options = {**EAGER, "bucketing": "auto", "memory_budget_gb": 1e-6}
@@ -341,6 +408,7 @@ from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from simplefsdp import simple_fsdp
+from simplefsdp._torch import backends
 from simplefsdp.compiler import backend
 
 dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from datetime import timedelta
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.flop_counter import FlopCounterMode
 
 from simplefsdp import simple_fsdp
 from simplefsdp._torch import given_up_on
@@ -97,6 +99,39 @@ def of_too_many_kinds_on_one_rank(kind, together):
     return "", ""
 
 
+def told_alone(how):
+    """Rank 0 alone counts flops, or compiles nothing, in a step after the first."""
+    group = dist.new_group(timeout=timedelta(seconds=4))
+    model = made(True, mesh=DeviceMesh.from_group(group, "cpu"))
+    ways = {
+        "flops": lambda: FlopCounterMode(display=False),
+        "stance": lambda: torch.compiler.set_stance("force_eager"),
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SIMPLEFSDP_TIMEOUT_S", "1")
+        losses_of(model, ["tag"])
+        try:
+            with ways[how]() if dist.get_rank() == 0 else nullcontext():
+                losses_of(model, ["tag"])
+        except RuntimeError as error:
+            return type(error).__name__, str(error)
+    return "", ""
+
+
+def told_together():
+    """All compute the same, told or not; and what is not compiled anyway, one may count alone."""
+    model, other = made(True), made(True)
+    losses = [losses_of(model, ["tag"]) + losses_of(model, ["tag"])]
+    told = losses_of(other, ["tag"])
+    with FlopCounterMode(display=False) as counted:
+        losses.append(told + losses_of(other, ["tag"]))
+    alone = FlopCounterMode(display=False) if dist.get_rank() == 0 else nullcontext()
+    with pytest.MonkeyPatch.context() as patch, alone:
+        patch.setenv("SIMPLEFSDP_TIMEOUT_S", "20")
+        losses_of(made(False), ["tag"])
+    return losses, counted.get_total_flops()
+
+
 def alone_without_gradients():
     """Ranks that have all there is, or that are sent nothing, may do as they like."""
     found = []
@@ -135,6 +170,23 @@ def test_a_rank_that_compiles_too_often_alone_is_told(kind, function, together, 
     assert "after 1 s, rank 1 did not get to what rank 0 is about to do" in text
     assert f"Dynamo has compiled {function} as often as it may on this rank" in text
     assert other in ("RuntimeError", "")  # a collective's timeout
+
+
+@pytest.mark.parametrize("how", ["flops", "stance"])
+def test_a_rank_that_alone_is_told_not_to_run_compiled_code_is_told(how, own_ranks):
+    (error, text), (other, _) = own_ranks.run(told_alone, how)
+    own_ranks.stop()  # out of step
+    assert error == "RankMismatchError", text
+    assert "after 1 s, rank 1 did not get to what rank 0 is about to do. On this rank" in text
+    named = {"flops": "FlopCounterMode", "stance": "'force_eager'"}
+    assert named[how] in text and "Set it on all ranks or on none" in text
+    assert other in ("RuntimeError", "")  # a collective's timeout
+
+
+def test_ranks_that_are_told_so_together_go_on(pools):
+    for (compiled, told), flops in pools(2).run(told_together):
+        assert told == pytest.approx(compiled, rel=1e-6)
+        assert flops > 0
 
 
 def test_a_rank_may_compile_too_often_alone_where_nothing_is_sent(pools):

@@ -108,6 +108,34 @@ class InPrecisions(Model):
         return self.head(x)
 
 
+class AsksModes(Layer):
+    """What it computes depends on a global mode."""
+
+    def forward(self, x, mask):
+        x = super().forward(x.float(), mask)
+        scale = 2 if torch.are_deterministic_algorithms_enabled() else 1
+        return x * (scale if torch.is_autocast_cache_enabled() else 3)
+
+
+class SomeDeterministic(Model):
+    def forward(self, x):
+        x, mask = self.embed(x), x.gt(0.5)
+        for i, layer in enumerate(self.layers):
+            torch.use_deterministic_algorithms(i >= 4)
+            x = layer(x, mask)
+        torch.use_deterministic_algorithms(False)
+        return self.head(x)
+
+
+class SomeCachedCasts(Model):
+    def forward(self, x):
+        x, mask = self.embed(x), x.gt(0.5)
+        for i, layer in enumerate(self.layers):
+            with torch.autocast("cpu", torch.bfloat16, cache_enabled=i >= 4):
+                x = layer(x, mask)
+        return self.head(x.float())
+
+
 class InRegions(Model):
     """Layers are checkpointed from outside."""
 
@@ -342,6 +370,8 @@ MORE = {
     "by keyword": (ByKeyword, ALL),
     "half without gradient": (HalfWithoutGradient, DEPTH - 4),
     "in precisions": (InPrecisions, DEPTH - 2),
+    "some deterministic": (lambda: SomeDeterministic(layer=AsksModes), DEPTH - 2),
+    "some cached casts": (lambda: SomeCachedCasts(layer=AsksModes), DEPTH - 2),
     "in regions": (InRegions, ALL),
     "first tied": (lambda: some_tied(Model(layer=Tied), [0]), DEPTH - 2),
     "later tied": (lambda: some_tied(Model(layer=Tied), [4]), DEPTH - 2),
