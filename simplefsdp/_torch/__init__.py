@@ -20,6 +20,11 @@ from simplefsdp._torch.backward_nodes import accumulates, backward_nodes, reache
 from simplefsdp._torch.cache_files import cache_folder, keep, read_kept
 from simplefsdp._torch.cpp import prepare_cpp
 from simplefsdp._torch.cut import Cut, can_cut, copied, graph_module
+from simplefsdp._torch.dtensor_ops import (
+    default_dtensor_op,
+    handle_dtensor_op,
+    watch_writes_to_dtensors,
+)
 from simplefsdp._torch.dynamo import (
     CodePlace,
     GraphBreak,
@@ -87,16 +92,15 @@ from simplefsdp._torch.saved_code import (
 from simplefsdp._torch.tensors import (
     annotate_backward,
     cast_floating_point,
-    default_dtensor_op,
     draws_globally,
     fake_again,
     grad_dtype_override,
     grad_like,
-    handle_dtensor_op,
     has_hooks,
     has_memory,
     has_no_data,
     hooks_of,
+    is_of_memory,
     is_plain_tensor,
     is_same_view,
     is_split,
@@ -115,7 +119,6 @@ from simplefsdp._torch.tensors import (
     storage_use_count,
     version_of,
     watch_collectives_in_place,
-    watch_writes_to_dtensors,
     weak_memory_of,
 )
 from simplefsdp._torch.trace_once import trace_repeated_calls_once

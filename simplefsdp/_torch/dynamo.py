@@ -154,12 +154,12 @@ def traces_for(backend: str) -> bool:
     return any(getattr(one, "__name__", None) == backend for one in inside)
 
 
-def backends_in(backend: Any) -> Iterator[Any]:
-    """A backend, and what torch and others have wrapped in it."""
+def backends_in(backend: Any, depth: int = 5) -> Iterator[Any]:
+    """A backend, and what torch and others have wrapped in it, so many times."""
     yield backend
-    for name in ("compiler_fn", "_torchdynamo_orig_backend", "func", "__wrapped__"):
-        if inner := getattr(backend, name, None):
-            yield from backends_in(inner)
+    for name in ("compiler_fn", "_torchdynamo_orig_backend", "func", "__wrapped__") * (depth > 0):
+        if inner := getattr(backend, name, None):  # of a mock, each is another mock
+            yield from backends_in(inner, depth - 1)
 
 
 def inlines(prefix: str) -> bool:

@@ -7,7 +7,7 @@ import functools
 import inspect
 import operator
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import FunctionType
 from typing import Any, NamedTuple, cast
@@ -146,10 +146,14 @@ def step_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
     return [hook for found in hooks for hook in found.values()]
 
 
-@functools.cache  # each patch that torch makes stays in the thread's context for ever
 def no_backward_inside() -> AbstractContextManager[None]:
     """Inside, Dynamo refuses to trace ``backward()``, also if the user allows it: a compiled step
     computes its gradients in another way."""
+    return _backward_is_refused() if config.trace_autograd_ops else nullcontext()
+
+
+@functools.cache  # each patch that torch makes stays in the thread's context for ever
+def _backward_is_refused() -> AbstractContextManager[None]:
     return config.patch(trace_autograd_ops=False)  # type: ignore[no-any-return]
 
 

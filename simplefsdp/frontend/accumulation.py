@@ -92,7 +92,6 @@ def _deferrals(module: nn.Module, sync: Sync) -> dict[str, dict[str, Any]]:
         param = module._parameters.get(name)
         # A parameter that is frozen now and has sums may be trained again before the next call.
         if isinstance(param, DTensor) and (param.requires_grad or SUMS in param.__dict__):
-            call_hooks_when_reduced(param)
             deferral = _deferral(param, layout, sync)
             if deferral != Deferral():
                 deferrals[name] = {k: v for k, v in deferral._asdict().items() if v is not None}
@@ -181,8 +180,6 @@ def noting_backwards(
             own[place] = args[place].data
         outputs = compiled(*own)
         params = [(args[place], goal) for place, goal in until.items()]
-        for param in (param for param, goal in params if goal != "all"):
-            call_hooks_when_reduced(param)
         for node in backward_nodes(outputs, args):
             node.register_prehook(functools.partial(_refuse_other_inputs, params))
             reduced = functools.partial(_note_compiled_backward, params, node.next_functions)
@@ -209,8 +206,6 @@ def _is_sum_of(param: Tensor, tensor: Tensor) -> bool:
 def note_backward(full: Tensor, param: Tensor, until: str) -> None:
     """Have the backward of a gather that was run eagerly note what it does with the gradient."""
     if full.grad_fn is not None and SUMS in param.__dict__:
-        if until != "all":
-            call_hooks_when_reduced(param)
         full.grad_fn.register_prehook(functools.partial(_refuse_other_inputs, [(param, until)]))
         full.grad_fn.register_hook(functools.partial(_note_backward, [(param, until)]))
 
@@ -228,8 +223,10 @@ def _note_backward(params: Iterable[tuple[Tensor, str]], *_: Any) -> None:
         sums = param.__dict__.get(SUMS)
         if sums is not None:
             sums.waiting = until != "all"
-            if sums.waiting and sums.until == "all":
-                _warn_of_late_sync()
+            if sums.waiting:
+                call_hooks_when_reduced(param)  # which autograd is about to call
+                if sums.until == "all":
+                    _warn_of_late_sync()
 
 
 @functools.cache

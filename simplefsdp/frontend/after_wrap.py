@@ -76,7 +76,7 @@ def refuse_replaced(optimizer: Optimizer) -> None:
     for key, note in list(_replaced.items()):
         shard, owner = note.shard(), note.owner()
         if shard is None or owner is None:
-            del _replaced[key]
+            _replaced.pop(key, None)  # the garbage collector may have been faster
             continue
         now = owner._parameters.get(note.name)
         if id(shard) in held and isinstance(now, DTensor) and id(now) not in held:

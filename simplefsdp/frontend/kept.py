@@ -46,6 +46,10 @@ class _Kept:
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """Nothing is kept of a copied shard: a write to the copy would not be noted here."""
 
+    def __reduce__(self) -> Any:
+        """Nor of one that is saved: in its place is a None."""
+        return type(None), ()
+
 
 def kept_of(module: nn.Module, name: str) -> Tensor | None:
     """The full parameter that is kept, in ``param_dtype``; None if it is gathered when read."""
@@ -187,6 +191,7 @@ def _watch_optimizers() -> None:
     """Expect writes in each optimizer's step: other optimizers than torch's may write to shards,
     and those that know no DTensors have the local tensors as their parameters."""
 
+    @torch.compiler.disable  # or it would become part of a compiled step
     def note_step(optimizer: Optimizer, *_: Any) -> None:
         params = [param for group in optimizer.param_groups for param in group["params"]]
         for param in params if _kept_of_memory else ():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import ClassVar
 from weakref import WeakValueDictionary
 
 from torch import Tensor, nn
@@ -82,25 +81,23 @@ def owner_of(param: Tensor) -> tuple[nn.Module, str] | None:
     return module, name
 
 
-class _Alike:
-    at: tuple[int, int] = (0, 0)  # how many wraps and modules there were
-    fqns: ClassVar[dict[object, str]] = {}  # by shape, mesh and placements
+_alike: dict[object, tuple[weakref.ref[nn.Module], str]] = {}  # what fqn_alike() found, by layout
 
 
 def fqn_alike(tensor: DTensor) -> str:
     """The FQN of a sharded parameter for which :func:`is_sharded_alike` is true; "" if there is
-    none. What takes a parameter's place has its layout, so layouts change with wraps only."""
-    now = _Wraps.count, len(_modules)
-    if _Alike.at != now:
-        _Alike.at, _Alike.fqns = now, {}
-    key = tensor.shape, tensor.device_mesh, tensor.placements
-    if key not in _Alike.fqns:
-        alike = (fqn for fqn, param in living_shards() if is_sharded_alike(tensor, param))
-        # Not that there is none: a full parameter may stand in a shard's place for a while.
-        if not (found := next(alike, "")):
+    none. All modules are looked at only where what was found for this layout is no longer so."""
+    key = tensor.shape, hash(tensor.device_mesh), tensor.placements  # holds no mesh
+    ref, name = _alike.get(key, (None, ""))
+    module = None if ref is None else ref()
+    param = None if module is None else module._parameters.get(name)
+    if module is None or not isinstance(param, DTensor) or not is_sharded_alike(tensor, param):
+        owned = ((m, n) for m in modules() for n, p in shards_of(m) if is_sharded_alike(tensor, p))
+        module, name = next(owned, (None, ""))
+        if module is None:
             return ""
-        _Alike.fqns[key] = found
-    return _Alike.fqns[key]
+        _alike[key] = weakref.ref(module), name
+    return fqn_of(module, name)
 
 
 def is_sharded_alike(tensor: DTensor, param: DTensor) -> bool:

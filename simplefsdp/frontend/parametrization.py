@@ -122,7 +122,9 @@ def _methods(cls: type[nn.Module]) -> dict[str, Any]:
 
     def _save_to_state_dict(self: nn.Module, *args: Any) -> None:
         refuse_assigned_since(param for param in self._parameters.values() if param is not None)
-        with torch.inference_mode(False):  # in which no DTensor can be detached
+        with_gradients = torch.is_grad_enabled()
+        # In inference mode no DTensor can be detached. Its end turns gradients on.
+        with torch.inference_mode(False), torch.set_grad_enabled(with_gradients):
             cls._save_to_state_dict(self, *args)
             kept.share_versions(self, *args[:2])
 

@@ -13,6 +13,7 @@ to slices of other tensors are lost.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -57,7 +58,7 @@ class _Whole(NamedTuple):
 
     def fqn(self) -> str:
         """That of the parameter that it is, or is a view of; "" if it is of no parameter."""
-        own = (fqn for fqn, p in living_shards() if _torch.weak_memory_of(p) == self.memory)
+        own = (fqn for fqn, param in living_shards() if _torch.is_of_memory(param, self.memory))
         return next(own, "")
 
     def __str__(self) -> str:
@@ -86,6 +87,12 @@ class CopiedSlice(DTensor):
         if makes_view(op) and isinstance(args[0], CopiedSlice):
             _mark(result, args[0].slice_of)
         return result
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _plain(self).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
+        return copy.deepcopy(_plain(self), memo)
 
 
 def _lost(slice_of: _Whole, what: str) -> str:
@@ -141,7 +148,7 @@ def _of_views(memory: StorageWeakRef) -> Iterator[str]:
     for fqn, param in living_shards():
         grad = param.grad
         both = (param, grad) if isinstance(grad, DTensor) else (param,)
-        if any(_torch.weak_memory_of(tensor) == memory for tensor in both):
+        if any(_torch.is_of_memory(tensor, memory) for tensor in both):
             yield fqn
 
 

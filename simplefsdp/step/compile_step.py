@@ -228,7 +228,6 @@ class _Compiled:
         self.optimizer, self.update, self.scalars = optimizer, update, scalars
         self.max_norm = max_norm
         self.norm: Tensor | None = None
-        self.runs: list[_Run] = []
 
     def compile(self, loss_of: Callable[..., Tensor], options: Mapping[str, object] | None) -> None:
         def loss(*args: Any, **kwargs: Any) -> Tensor:
@@ -268,13 +267,13 @@ class _Compiled:
             max_norm=self.max_norm,
             fqns=fqns,
         )
-        numbers = Numbers(self.optimizer, self.scalars, whole.trained)
         # Dynamo keeps the code, which must hold neither a batch nor the optimizer: this step does.
-        me, place = weakref.ref(self), len(self.runs)
-        self.runs.append(_Run(numbers, whole.sites, whole.numbers, whole.seed, whole.trained))
+        numbers = Numbers(self.scalars, whole.trained)
+        run = _Run(numbers, whole.sites, whole.numbers, whole.seed, whole.trained)
+        me = weakref.ref(self)
 
         def called(code: Callable[..., Any]) -> Callable[..., Any]:
-            return lambda *args: (this := _there(me())).run(code, this.runs[place], args)
+            return lambda *args: _there(me()).run(code, run, args)
 
         return whole.gm, whole.inputs, called
 
@@ -283,10 +282,10 @@ class _Compiled:
         params = params_of(self.optimizer)
         others = (param for owner, param in params.items() if owner not in of.trained)
         refuse_waiting(others, "a compiled step")
-        values = of.computed.compute()
+        values = of.computed.compute(self.optimizer)
         own = [tensor_at(self.optimizer, site) for site in of.sites]
         results = code(*args, *own, *(values[i] for i in of.numbers), of.seed)
-        of.computed.write(values)
+        of.computed.write(self.optimizer, values)
         trained = [params[owner] for owner in of.trained]
         expect_writes(trained)
         note_reduced(trained)

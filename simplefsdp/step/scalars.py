@@ -172,8 +172,8 @@ class Numbers:
     Parameters that it does not train keep their counts, which then differ from the others.
     """
 
-    def __init__(self, optimizer: Optimizer, scalars: Scalars, trained: Container[Owner]) -> None:
-        self.optimizer, self.scalars = optimizer, scalars
+    def __init__(self, scalars: Scalars, trained: Container[Owner]) -> None:
+        self.scalars = scalars
         mine = [
             [p for p in sites if p.owner is None or p.owner in trained] for sites in scalars.sources
         ]
@@ -183,38 +183,38 @@ class Numbers:
         self.written = {p: i for p, i in scalars.written.items() if p.owner in trained}
         self.left: list[tuple[Tensor, int]] = []  # counts that were checked, with their versions
 
-    def compute(self) -> tuple[Tensor, ...]:
-        """All values, for the step that is about to run.
+    def compute(self, optimizer: Optimizer) -> tuple[Tensor, ...]:
+        """All values, for the step of ``optimizer`` that is about to run.
 
         Raises:
             CountsDiffer: counts differ that the graph takes to be equal.
         """
-        if not self._as_left():  # somebody else wrote to a count
+        if not self._as_left(optimizer):  # somebody else wrote to a count
             for sites in self.equal:
-                if len({float(tensor_at(self.optimizer, site)) for site in sites}) > 1:
+                if len({float(tensor_at(optimizer, site)) for site in sites}) > 1:
                     raise CountsDiffer
-            self._leave(self._counts())
+            self._leave(self._counts(optimizer))
         with torch.no_grad():
-            sources = [tensor_at(self.optimizer, site) for site in self.sources]
+            sources = [tensor_at(optimizer, site) for site in self.sources]
             return self.scalars.gm(*sources)  # type: ignore[no-any-return]
 
-    def write(self, values: tuple[Tensor, ...]) -> None:
+    def write(self, optimizer: Optimizer, values: tuple[Tensor, ...]) -> None:
         """Write the new counts, when the step has run."""
         if not self.written:
             return
-        tensors = [tensor_at(self.optimizer, site) for site in self.written]
+        tensors = [tensor_at(optimizer, site) for site in self.written]
         with torch.no_grad():
             torch._foreach_copy_(tensors, [values[i] for i in self.written.values()])
         self._leave([tensor for tensor, _ in self.left])
 
-    def _counts(self) -> list[Tensor]:
-        return [tensor_at(self.optimizer, site) for sites in self.equal for site in sites]
+    def _counts(self, optimizer: Optimizer) -> list[Tensor]:
+        return [tensor_at(optimizer, site) for sites in self.equal for site in sites]
 
     def _leave(self, counts: list[Tensor]) -> None:
         self.left = [(tensor, tensor._version) for tensor in counts]
 
-    def _as_left(self) -> bool:
-        now = self._counts()
+    def _as_left(self, optimizer: Optimizer) -> bool:
+        now = self._counts(optimizer)
         return len(now) == len(self.left) and all(
             tensor is before and tensor._version == version
             for tensor, (before, version) in zip(now, self.left, strict=True)

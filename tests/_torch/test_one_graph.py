@@ -82,6 +82,14 @@ def test_autograds_own_recomputation_can_be_switched_off():
         assert not getattr(config, name, False)
 
 
+def test_steps_may_run_beside_each_other():
+    """In 2.11 a patch cannot be entered twice."""
+    with updates.no_backward_inside(), updates.no_backward_inside():
+        assert not torch._dynamo.config.trace_autograd_ops
+    with torch._dynamo.config.patch(trace_autograd_ops=True), updates.no_backward_inside():
+        assert not torch._dynamo.config.trace_autograd_ops
+
+
 def test_dynamo_follows_the_step_that_an_optimizer_defines():
     model = nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1))

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from simplefsdp import _torch, simple_fsdp
-from simplefsdp._torch import backends, checkpoints, tensors, trace_once
+from simplefsdp._torch import backends, checkpoints, dtensor_ops, tensors, trace_once
 from simplefsdp.checkpoints.metadata import metadata_of, read_metadata
 from simplefsdp.frontend import reading, recurrent
 from simplefsdp.rank_guard import RankMismatchError
@@ -482,14 +483,14 @@ def test_an_operator_of_dtensors_can_be_handled(fake_mesh):
         seen.append(type(args[0]))
         return _torch.default_dtensor_op(op, args, kwargs)
 
-    before = tensors._dtensor_handlers().pop(op, None)
+    before = dtensor_ops._dtensor_handlers().pop(op, None)
     value = distribute_tensor(torch.zeros(4, 2), fake_mesh(2), [Shard(0)], src_data_rank=None)
     try:
         _torch.handle_dtensor_op(op, handler)
         nn.init.normal_(value)
         value.data.normal_()
     finally:
-        tensors._dtensor_handlers().pop(op)
+        dtensor_ops._dtensor_handlers().pop(op)
         if before is not None:
             _torch.handle_dtensor_op(op, before)
     assert seen == [DTensor, DTensor]
@@ -522,12 +523,14 @@ def test_a_backward_is_compiled_with_its_forward_and_may_be_retained():
 
 def test_writes_to_dtensors_are_seen(fake_mesh):
     """kept.py: writes to ``.data`` and to lists of DTensors give these no new version."""
-    before, seen = dict(tensors._dtensor_handlers()), []
+    before, seen = dict(dtensor_ops._dtensor_handlers()), []
     value = distribute_tensor(torch.zeros(4, 2), fake_mesh(2), [Shard(0)], src_data_rank=None)
     value.add_(1)
     try:
-        for op in tensors._operators_in_place():  # a test of what is kept may have had them watched
-            tensors._dtensor_handlers().pop(op, None)
+        for (
+            op
+        ) in dtensor_ops._operators_in_place():  # a test of what is kept may have had them watched
+            dtensor_ops._dtensor_handlers().pop(op, None)
         _torch.watch_writes_to_dtensors(seen.append)
         value.add_(1)
         value.data.mul_(2)
@@ -535,8 +538,8 @@ def test_writes_to_dtensors_are_seen(fake_mesh):
         nn.init.normal_(value)
         value + value
     finally:
-        tensors._dtensor_handlers().clear()
-        tensors._dtensor_handlers().update(before)
+        dtensor_ops._dtensor_handlers().clear()
+        dtensor_ops._dtensor_handlers().update(before)
     one, data, (listed,), filled = seen
     where = {_torch.memory_of(tensor)._cdata for tensor in (one, data, listed, filled)}
     assert where == {_torch.memory_of(value)._cdata}
@@ -878,6 +881,10 @@ def test_the_backend_that_is_traced_for_is_known_as_dynamo_traces():
         torch._dynamo.reset()
         torch.compile(lambda x: x + asked(), backend=backend, fullgraph=True)(torch.ones(2))
     assert found == [[True, False]] * 3 + [[False, True]] and not _torch.traces_for("eager")
+    torch._dynamo.reset()
+    mock = MagicMock(side_effect=named)  # it seems to wrap another, and that yet another
+    torch.compile(lambda x: x + asked(), backend=mock, fullgraph=True)(torch.ones(2))
+    assert mock.called
 
 
 def test_a_function_is_traced_anew_where_a_question_has_another_answer():

@@ -463,6 +463,19 @@ def test_hooks_that_come_between_micro_batches(solo_mesh, executor):
     assert len(seen) == 1
 
 
+@pytest.mark.parametrize("executor", ["eager", "aot_eager"])
+def test_hooks_that_come_after_the_forward(solo_mesh, executor):
+    model = simple_fsdp(nn.Sequential(Mlp()), solo_mesh)
+    run, seen = run_of(model, executor), []
+    for last in (False, False, True):
+        model.set_requires_gradient_sync(last)
+        loss = mean(run(numbers(2, DIM)))
+        model[0].row.register_hook(lambda grad: seen.append(grad.norm()))
+        model[0].row.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.norm()))
+        loss.backward()
+        assert len(seen) == (6 if last else 0)
+
+
 def test_a_forward_that_has_no_backward_leaves_nothing(solo_mesh):
     model = simple_fsdp(nn.Linear(DIM, DIM), solo_mesh)
     run, x = run_of(model, "aot_eager"), torch.ones(2, DIM, requires_grad=True)

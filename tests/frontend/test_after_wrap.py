@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from types import SimpleNamespace
 
@@ -80,6 +81,23 @@ def test_an_optimizer_whose_parameters_were_replaced_is_refused_at_its_step(fake
         optimizer.param_groups[0]["params"][2:],
     )
     optimizer.step()  # they are back
+
+
+def test_a_shard_that_goes_while_an_optimizer_is_looked_at(fake_mesh, monkeypatch):
+    model = simple_fsdp(nn.Linear(4, 4), fake_mesh(2))
+    old = list(model.parameters())
+    model.load_state_dict(halved(model), assign=True)
+    optimizer = torch.optim.SGD(model.parameters())
+
+    def listed(notes):
+        taken = list(notes)
+        old.clear()
+        gc.collect()
+        return taken
+
+    monkeypatch.setattr(after_wrap, "list", listed, raising=False)
+    optimizer.step()
+    assert not old
 
 
 @pytest.mark.parametrize("trainable", [True, False])

@@ -585,6 +585,29 @@ def test_what_is_kept_follows_what_is_written_without_an_optimizer(solo_mesh, ex
         assert not torch.equal(after, before) and torch.equal(after, model(x))
 
 
+def test_what_is_kept_follows_an_optimizer_whose_step_is_compiled(solo_mesh):
+    model = simple_fsdp(nn.Linear(4, 3), solo_mesh)
+    optimizer, x = torch.optim.SGD(model.parameters(), lr=0.01), torch.ones(2, 4)
+    step = torch.compile(optimizer.step, backend="aot_eager")
+    losses = []
+    for _ in range(3):
+        model.unshard()
+        losses.append(model(x).square().sum())
+        losses[-1].backward()
+        step()
+        optimizer.zero_grad()
+    assert losses[0] > losses[1] > losses[2]
+
+
+def test_parameters_are_saved_without_what_is_kept_of_them(solo_mesh, tmp_path):
+    model = simple_fsdp(nn.Linear(4, 3), solo_mesh)
+    model.unshard()
+    torch.save(dict(model.named_parameters()), tmp_path / "params.pt")
+    loaded = torch.load(tmp_path / "params.pt", weights_only=False)
+    for name, param in model.named_parameters():
+        assert torch.equal(loaded[name].to_local(), param.to_local())
+
+
 def test_only_what_is_written_is_gathered_again(solo_mesh):
     model = simple_fsdp(nn.Linear(4, 3), solo_mesh)
     model.unshard()
@@ -593,6 +616,21 @@ def test_only_what_is_written_is_gathered_again(solo_mesh):
         torch._foreach_add_([torch.zeros_like(p) for p in params], params)  # reads them
     versions = [p.__dict__["_simple_fsdp_kept_of"].version for p in params]
     assert min(versions) >= 0
+
+
+class Asked(nn.Linear):
+    def get_extra_state(self):
+        return torch.is_grad_enabled()
+
+    def set_extra_state(self, state):
+        pass
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
+def test_state_dict_leaves_the_mode_of_gradients(solo_mesh, mode):
+    model = simple_fsdp(Asked(4, 3), solo_mesh)
+    with mode():
+        assert model.state_dict()["_extra_state"] == torch.is_grad_enabled()
 
 
 def test_unshard_for_inference_and_then_train(solo_mesh):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import gc
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from simplefsdp import simple_fsdp, unsharded
 from simplefsdp.frontend import slices
@@ -70,6 +73,41 @@ def test_what_is_asked_inside_unsharded_is_asked_again(watched_mesh):
     with unsharded(layer, writeback=False):
         state[0]
     assert type(state[0]) is CopiedSlice
+
+
+def test_what_is_like_no_living_parameter_is_left_alone(watched_mesh):
+    teacher = simple_fsdp(nn.Linear(6, 8), watched_mesh)
+    student = simple_fsdp(nn.Linear(4, 4), watched_mesh)
+    like = torch.zeros_like(teacher.weight.detach())
+    assert type(like[0]) is CopiedSlice
+    del teacher
+    gc.collect()
+    averaged = copy.deepcopy(student)  # as many models as before
+    like[0].zero_()
+    assert type(averaged.weight.detach()[0]) is CopiedSlice
+
+
+def test_a_gradient_that_is_on_its_way_is_no_obstacle(watched_mesh):
+    layer = simple_fsdp(nn.Linear(6, 8), watched_mesh)
+    local = all_reduce(torch.zeros_like(layer.weight.to_local()), "sum", watched_mesh)
+    assert type(local) is AsyncCollectiveTensor
+    layer.weight.grad = DTensor.from_local(local, watched_mesh, [Shard(0)], run_check=False)
+    other = distribute_tensor(torch.zeros(6, 6), watched_mesh, [Shard(0)])
+    other[0].zero_()
+    with pytest.raises(ValueError, match=f"^bias: {LOST}"):
+        layer.bias.detach()[:1].zero_()
+    local.wait()
+
+
+def test_a_slice_is_copied_and_saved_as_what_it_is(watched_mesh, tmp_path):
+    layer = simple_fsdp(nn.Linear(6, 8), watched_mesh)
+    part = layer.weight.detach()[:3]
+    assert type(part) is CopiedSlice
+    torch.save({"rows": part}, tmp_path / "rows.pt")
+    for again in (torch.load(tmp_path / "rows.pt")["rows"], copy.deepcopy([part])[0]):
+        assert type(again) is DTensor and torch.equal(again.to_local(), part.to_local())
+        again.zero_()  # nobody takes it for the parameter
+        assert part.to_local().any()
 
 
 @pytest.fixture
