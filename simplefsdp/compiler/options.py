@@ -125,7 +125,8 @@ class Options:
             many ranks on a node as the launcher starts there.
         memory_budget_gb: for ``"auto"``: memory, in 1e9 bytes, for activations, full parameters,
             and gradients, full and reduced, in forward and in backward. Parameter shards, optimizer
-            state, and gradients of earlier batches that are accumulated come on top. None: the
+            state, and gradients of earlier batches that are accumulated come on top, and what the
+            process group itself allocates (gloo copies each bucket that it reduces). None: the
             lesser of what ``"manual"`` takes with a second bucket of gradients in flight, and nine
             tenths of the device less parameter shards and optimizer state (fp32, AdamW); and still
             less memory where that costs at most 1 % of the time. A number: all of it may be taken
