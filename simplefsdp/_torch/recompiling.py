@@ -14,6 +14,8 @@ from torch import nn
 from torch._dynamo import convert_frame, eval_frame
 from torch.utils._python_dispatch import is_in_any_mode_without_ignore_compile_internals
 
+from simplefsdp._torch.dynamo import backends_in
+
 _UNCOMPILED = ("force_eager", "eager_on_recompile", "eager_then_compile")
 """Stances (``torch.compiler.set_stance``) in which what was compiled may run as it is."""
 
@@ -58,22 +60,26 @@ def given_up_on() -> str:
     return found
 
 
-def told_to_run_uncompiled() -> str:
-    """What the user has set on this rank, by which Dynamo runs the compiled function that the
-    caller is in uncompiled, for messages; empty if nothing is, or if it is in no such function."""
+def told_to_run_uncompiled(backend: str) -> str:
+    """What the user has set on this rank, by which Dynamo runs the function that the caller is in,
+    and that is compiled by the backend of that name, uncompiled; for messages. Empty if nothing is
+    set, or if the caller is in no such function."""
     told = ""
     if (stance := eval_frame._stance.stance) in _UNCOMPILED:
         told = f"torch.compiler.set_stance({stance!r}) is in effect"
     elif is_in_any_mode_without_ignore_compile_internals():
         told = "a TorchDispatchMode is active, such as FlopCounterMode"
-    return told if told and _in_compiled_function() else ""
+    return told if told and _in_function_compiled_by(backend) else ""
 
 
-def _in_compiled_function() -> bool:
+def _in_function_compiled_by(backend: str) -> bool:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        code = frame.f_code
-        if code.co_name == "compile_wrapper" and code.co_filename == eval_frame.__file__:
-            return True
+        if frame.f_code.co_filename == eval_frame.__file__:
+            if frame.f_code.co_name == "compile_wrapper":
+                inside = backends_in(frame.f_locals["callback"])
+                return any(getattr(one, "__name__", None) == backend for one in inside)
+            if frame.f_code.co_name == "_fn":  # of torch.compiler.disable
+                return False
         frame = frame.f_back
     return False

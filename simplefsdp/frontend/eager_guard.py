@@ -76,7 +76,7 @@ def note_gather(
     if given_up := (_now.depth and _now.given_up) or given_up_on():
         why, is_all = _GIVEN_UP.format(given_up), bool(_now.given_up)
         _agree_to_run_uncompiled(given_up, why, is_all, mesh, fqn, group)
-    elif told := told_to_run_uncompiled():
+    elif told := told_to_run_uncompiled("simplefsdp"):
         _agree_to_run_uncompiled("what was compiled", _TOLD.format(told), True, mesh, fqn, group)
 
 

@@ -119,7 +119,8 @@ def told_alone(how):
 
 
 def told_together():
-    """All compute the same, told or not; and what is not compiled anyway, one may count alone."""
+    """All compute the same, told or not. What is not compiled anyway, one rank may count alone,
+    also inside of what is."""
     model, other = made(True), made(True)
     losses = [losses_of(model, ["tag"]) + losses_of(model, ["tag"])]
     told = losses_of(other, ["tag"])
@@ -129,6 +130,8 @@ def told_together():
     with pytest.MonkeyPatch.context() as patch, alone:
         patch.setenv("SIMPLEFSDP_TIMEOUT_S", "20")
         losses_of(made(False), ["tag"])
+        inside = torch.compiler.disable(made(False))
+        torch.compile(lambda x: inside(2 * x, "tag"), backend="simplefsdp")(torch.ones(2, 4))
     return losses, counted.get_total_flops()
 
 

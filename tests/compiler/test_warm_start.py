@@ -560,7 +560,7 @@ def test_checkpoints_are_kept(fake_mesh):
 )
 def test_settings_that_no_key_tells(fake_mesh, patch):
     with patch():
-        assert named(fake_mesh(4)) is None
+        assert named(fake_mesh(4), REGIONS) is None
 
 
 @pytest.mark.slow
