@@ -150,15 +150,21 @@ def assigns_data(cut: GraphBreak) -> bool:
 def traces_for(backend: str) -> bool:
     """Whether Dynamo traces now, for the backend of that name or for one that wraps it."""
     tracer = _tracer()
-    inside = () if tracer is None else backends_in(tracer.output.compiler_fn)
-    return any(getattr(one, "__name__", None) == backend for one in inside)
+    return tracer is not None and is_backend(tracer.output.compiler_fn, backend)
+
+
+def is_backend(function: Any, name: str) -> bool:
+    """Whether ``function`` is the backend of that name, or wraps it."""
+    return any(getattr(one, "__name__", None) == name for one in backends_in(function))
 
 
 def backends_in(backend: Any, depth: int = 5) -> Iterator[Any]:
     """A backend, and what torch and others have wrapped in it, so many times."""
     yield backend
-    for name in ("compiler_fn", "_torchdynamo_orig_backend", "func", "__wrapped__") * (depth > 0):
-        if inner := getattr(backend, name, None):  # of a mock, each is another mock
+    if not depth:  # of a mock, each attribute is another mock
+        return
+    for name in ("compiler_fn", "_torchdynamo_orig_backend", "func", "__wrapped__"):
+        if inner := getattr(backend, name, None):
             yield from backends_in(inner, depth - 1)
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch._dynamo import convert_frame, eval_frame
 from torch.utils._python_dispatch import is_in_any_mode_without_ignore_compile_internals
 
-from simplefsdp._torch.dynamo import backends_in
+from simplefsdp._torch.dynamo import is_backend
 
 _UNCOMPILED = ("force_eager", "eager_on_recompile", "eager_then_compile")
 """Stances (``torch.compiler.set_stance``) in which what was compiled may run as it is."""
@@ -77,8 +77,7 @@ def _in_function_compiled_by(backend: str) -> bool:
     while frame is not None:
         if frame.f_code.co_filename == eval_frame.__file__:
             if frame.f_code.co_name == "compile_wrapper":
-                inside = backends_in(frame.f_locals["callback"])
-                return any(getattr(one, "__name__", None) == backend for one in inside)
+                return is_backend(frame.f_locals["callback"], backend)
             if frame.f_code.co_name == "_fn":  # of torch.compiler.disable
                 return False
         frame = frame.f_back

@@ -408,7 +408,6 @@ from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from simplefsdp import simple_fsdp
-from simplefsdp._torch import backends
 from simplefsdp.compiler import backend
 
 dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
