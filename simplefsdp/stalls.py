@@ -53,10 +53,14 @@ class _Watch(threading.Thread):
     def run(self) -> None:
         while True:
             time.sleep(_EVERY_S)
-            for watched in list(self.watched.values()):
-                # The process group, or the process that serves its store, may be gone.
-                with suppress(RuntimeError, ValueError):
-                    self._look(watched, store_of(watched.ranks), dist.get_rank())
+            self.look()
+
+    def look(self) -> None:
+        """Of each forward that goes on: say so, and see who else is in it."""
+        for watched in list(self.watched.values()):
+            # The process group, or the process that serves its store, may be gone.
+            with suppress(RuntimeError, ValueError):
+                self._look(watched, store_of(watched.ranks), dist.get_rank())
 
     def _look(self, watched: Watched, store: Any, rank: int) -> None:
         store.set(f"stalls/{rank}", str(next(self._signs)))

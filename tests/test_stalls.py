@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
@@ -29,12 +29,6 @@ def logged(call) -> list[str]:
     finally:
         logging.getLogger("simplefsdp").removeHandler(handler)
     return [text for text in records if "has been in a forward, or a whole step" in text]
-
-
-def long_forward(seconds: float) -> None:
-    watched = stalls.begin(range(dist.get_world_size()), "cpu")
-    time.sleep(seconds)
-    stalls.end(watched)
 
 
 @contextmanager
@@ -63,26 +57,37 @@ def waits(how: str, late: tuple[int, ...]) -> list[str]:
         return logged(lambda: call(x))
 
 
-def goes_on_elsewhere() -> list[str]:
-    """Of a forward that each rank is in: ranks begin one after the other, and have others inside
-    of it, and in other threads."""
+def goes_on_elsewhere(late: int) -> list[str]:
+    """Of a forward that each rank is in, in which ranks look by turns: rank 1 begins ``late``
+    looks after rank 0, and both have others inside of it, and in other threads."""
+    ranks = range(dist.get_world_size())
+
+    def looks(count: int) -> None:
+        for rank in [*reversed(ranks)] * count:
+            if rank == dist.get_rank():
+                stalls._watch[0].look()
+            dist.barrier()
 
     def forward() -> None:
-        other = threading.Thread(target=long_forward, args=(0.3,))
-        other.start()
-        long_forward(0.2)
-        time.sleep(1.5)
-        other.join()
-
-    def outer() -> None:
-        watched = stalls.begin(range(dist.get_world_size()), "cpu")
-        forward()
-        dist.barrier()
+        if dist.get_rank() == 1:
+            looks(late)
+        watched = stalls.begin(ranks, "cpu")
+        if dist.get_rank() == 0:
+            looks(late)
+        for inside in (
+            stalls.begin(ranks, "cpu"),
+            ThreadPoolExecutor(1).submit(stalls.begin, ranks, "cpu").result(),
+        ):
+            looks(2)
+            stalls.end(inside)
+        looks(stalls._LOOKS + 1)
         stalls.end(watched)
 
-    with soon():
-        time.sleep(0.6 * dist.get_rank())
-        return logged(outer)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stalls, "_LONG_S", 0.0)
+        patch.setattr(stalls._Watch, "is_alive", lambda watch: True)  # looks only when told
+        patch.setattr(stalls, "_watch", [stalls._Watch()])
+        return logged(forward)
 
 
 @pytest.mark.parametrize("how", ["eager", "compiled"])
@@ -100,7 +105,9 @@ def test_one_rank_tells_for_all(pools):
 
 
 def test_ranks_that_are_all_in_a_long_forward(pools):
-    assert pools(2).run(goes_on_elsewhere) == [[], []]
+    assert pools(2).run(goes_on_elsewhere, stalls._LOOKS - 1) == [[], []]
+    (text,), others = pools(2).run(goes_on_elsewhere, stalls._LOOKS)
+    assert text.startswith("rank 0 has been") and others == []
 
 
 def test_what_is_not_watched():
