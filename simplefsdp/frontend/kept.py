@@ -7,7 +7,7 @@ enough, or for the micro-batches of one step, or for ``generate``.
 from __future__ import annotations
 
 import functools
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -47,8 +47,15 @@ class _Kept:
         """Nothing is kept of a copied shard: a write to the copy would not be noted here."""
 
     def __reduce__(self) -> Any:
-        """Nor of one that is saved: in its place is a None."""
-        return type(None), ()
+        """Nor of one that is saved: in its place is what ``torch.load`` makes without being told
+        that the file may be trusted."""
+        return OrderedDict, ()
+
+
+def _kept_beside(param: Any) -> _Kept | None:
+    """What is kept of ``param``."""
+    kept = getattr(param, "__dict__", {}).get(_OF_SHARD)
+    return kept if isinstance(kept, _Kept) else None  # None of a copied shard, {} of a saved one
 
 
 def kept_of(module: nn.Module, name: str) -> Tensor | None:
@@ -64,7 +71,7 @@ def kept_of(module: nn.Module, name: str) -> Tensor | None:
 def _is_of(full: Tensor, param: Any) -> bool:
     """Whether ``full`` was gathered from ``param``. If not, ``param`` is another tensor that stands
     in the place of a parameter for a while."""
-    kept: _Kept | None = param.__dict__.get(_OF_SHARD)
+    kept = _kept_beside(param)
     return kept is not None and kept.full is full
 
 
@@ -77,7 +84,7 @@ def keep(modules: Iterable[nn.Module]) -> None:
     shards = [shard for *_, shard in places]
     given = dict(zip(map(id, shards), loaded.taken_of(shards), strict=True))  # not gathered yet
     for module, name, spec, shard in places:
-        kept: _Kept | None = shard.__dict__.get(_OF_SHARD)
+        kept = _kept_beside(shard)
         if kept is None:
             if shard.is_meta:
                 raise ValueError(f"{spec.fqn}: {ON_META}")
@@ -108,12 +115,12 @@ def free(modules: Iterable[nn.Module]) -> None:
     """Free what is kept of ``modules``, also where other parameters have taken their places."""
     for module in modules:
         for name in module.__dict__.get(KEPT, {}):
-            marks = getattr(module._parameters.get(name), "__dict__", {})
-            kept = marks.get(_OF_SHARD)
+            param = module._parameters.get(name)
+            kept = _kept_beside(param)
             if kept is not None:
                 kept.readers -= 1
                 if not kept.readers:
-                    del marks[_OF_SHARD]
+                    del param.__dict__[_OF_SHARD]
         forget(module)
 
 
@@ -127,7 +134,7 @@ def free_everywhere(module: nn.Module) -> None:
     """Free what is kept of the own parameters of ``module``, in all modules that have them."""
     free([module])
     for _, shard in shards_of(module):
-        if shard.__dict__.get(_OF_SHARD) is not None:
+        if _kept_beside(shard) is not None:
             free(m for m in living.modules() if id(shard) in map(id, m._parameters.values()))
 
 
@@ -152,7 +159,7 @@ def share_versions(module: nn.Module, state_dict: Mapping[str, Any], prefix: str
         value = state_dict.get(prefix + name)
         if isinstance(value, DTensor) and value is not shard and is_same_view(value, shard):
             _torch.set_local_tensor(value, local_tensor(shard).detach())
-        kept: _Kept | None = shard.__dict__.get(_OF_SHARD)
+        kept = _kept_beside(shard)
         if kept is not None and kept.version >= 0:
             kept.version = _PERHAPS
 
@@ -160,7 +167,7 @@ def share_versions(module: nn.Module, state_dict: Mapping[str, Any], prefix: str
 def expect_writes(params: Iterable[Any]) -> None:
     """Have the next forward gather what is kept of ``params`` anew: unseen writes may come."""
     for param in params:
-        kept = getattr(param, "__dict__", {}).get(_OF_SHARD)
+        kept = _kept_beside(param)
         if kept is not None:
             kept.version, kept.memory = -1, None
 
@@ -233,7 +240,7 @@ def refresh(params: Iterable[Any], timeout_s: float | None = None) -> None:
     """Gather again what is kept of those ``params`` that have changed; collective, over the mesh of
     each, if any has. Ranks do not compare what that is if ``timeout_s`` is 0."""
     shards = {id(param): param for param in params}.values()
-    kept = [(p, k) for p in shards if (k := p.__dict__.get(_OF_SHARD)) is not None]
+    kept = [(p, k) for p in shards if (k := _kept_beside(p)) is not None]
     stale = [(param, k) for param, k in kept if k.version != version_of(param)]
     if not stale:
         return

@@ -603,9 +603,14 @@ def test_parameters_are_saved_without_what_is_kept_of_them(solo_mesh, tmp_path):
     model = simple_fsdp(nn.Linear(4, 3), solo_mesh)
     model.unshard()
     torch.save(dict(model.named_parameters()), tmp_path / "params.pt")
-    loaded = torch.load(tmp_path / "params.pt", weights_only=False)
+    loaded = torch.load(tmp_path / "params.pt", weights_only=True)
     for name, param in model.named_parameters():
         assert torch.equal(loaded[name].to_local(), param.to_local())
+    other = simple_fsdp(nn.Linear(4, 3), solo_mesh)
+    other._parameters.update(loaded)
+    other.unshard()
+    x = torch.ones(2, 4)
+    assert torch.equal(other(x), model(x))
 
 
 def test_only_what_is_written_is_gathered_again(solo_mesh):
