@@ -112,6 +112,13 @@ def is_lookup_of_seed(node: Node) -> bool:
     return node.target is inductor_prims.lookup_seed
 
 
+def is_draw_of_seeds(node: Node) -> bool:
+    """Whether a node draws all seeds of a graph; its first argument is how many."""
+    from torch._inductor import inductor_prims
+
+    return node.target is inductor_prims.seeds
+
+
 def module_path(node: Node) -> str | None:
     """Path of the innermost module whose forward made a node, or whose backward it belongs to.
 

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from simplefsdp import _torch, provenance
 from simplefsdp.compiler.repeated_layers import LayeredGraph, Numbering, Place
+from simplefsdp.compiler.seeds import SeedsByName, check, move, move_outside
 
 # The name of an input in a deep graph, given its name in the shallow graph and the number of its
 # layer there and in the deep graph; None to name it as if there were no such function.
@@ -35,6 +36,7 @@ class Deep:
         name_of: gives names to inputs that another deep graph makes.
         own: without ``name_of``: names of the copies' inputs, by the name of the template's input
             and the number of the copy. Without both, names are made up.
+        seeds: of the layers, if another deep graph draws them.
     """
 
     def __init__(
@@ -44,9 +46,11 @@ class Deep:
         more: int,
         name_of: Renamed | None = None,
         own: Mapping[tuple[str, int], str] | None = None,
+        seeds: SeedsByName | None = None,
     ) -> None:
         self.layout, self.numbering, self.name_of, self.own = layout, numbering, name_of, own
         self.graph, self.at, self.made = Graph(), dict[Place, Node](), dict[Node, Node]()
+        self.seeds = layout.seeds if seeds is None else seeds
         self.homes = _homes(layout.place)
         self.values: dict[Node, tuple[list[tuple[Any, _Home | None]], pytree.TreeSpec]] = {}
         self.stacks: dict[tuple[int, int, int], dict[str, Any]] = {}
@@ -94,6 +98,7 @@ class Deep:
             self.made[node] = self._made(node, node.name, self.at_end, after, high)
         self._output()
         self.graph.lint()
+        check(self.graph)
 
     def _referring(self, deep: int, source: int) -> Callable[[Node], Node]:
         """A function that gives, for an argument of a node in the layer ``source``, the argument of
@@ -152,6 +157,10 @@ class Deep:
         # Not given to `create_node`, whose search for symbols takes longer than all the rest.
         made.args, made.kwargs = arguments, keywords
         made.meta = self._renumbered(node.meta, by, at_least)
+        if node in self.layout.place:
+            move(made, self.seeds, by)
+        else:
+            move_outside(made, self.seeds, len(self.copies))
         return made
 
     def _output(self) -> None:

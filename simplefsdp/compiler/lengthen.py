@@ -23,6 +23,7 @@ from inductor_passes.adapters._torch import is_view
 from simplefsdp import _torch
 from simplefsdp.compiler.deep_graph import Deep
 from simplefsdp.compiler.repeated_layers import LayeredGraph, laid_out
+from simplefsdp.compiler.seeds import of_both
 from simplefsdp.compiler.shorten import Shortened, shorten
 from simplefsdp.compiler.stand_in import layers, layers_backward
 from simplefsdp.rank_guard import RankMismatchError
@@ -220,7 +221,8 @@ def lengthen(
     ]
     _refuse_outputs_of_layers(layouts[0], outputs)
     ahead = Deep(layouts[0], short.numbering, short.more, own=own)
-    behind = Deep(layouts[1], short.numbering, short.more, ahead.renamed)
+    seeds = of_both(layouts[0].seeds, layouts[1].seeds)
+    behind = Deep(layouts[1], short.numbering, short.more, ahead.renamed, seeds=seeds)
     _return_gradients(backward.graph, behind, left_out, _used_before_template(layouts[0]))
     saved = _saved_first(ahead.graph, behind.graph)
     output: Any = ahead.graph.output_node()

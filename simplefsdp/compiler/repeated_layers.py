@@ -18,6 +18,7 @@ from inductor_passes.adapters._torch import is_collective_start, is_random, is_v
 from inductor_passes.adapters.submodules import is_submodule, submodule_text
 from simplefsdp import provenance
 from simplefsdp._torch.exact import exactly
+from simplefsdp.compiler.seeds import SeedsByName, moved_by, numbered
 
 
 class Place(NamedTuple):
@@ -76,6 +77,7 @@ class LayeredGraph:
     # Places of the layers' nodes; of inputs, in the layer that uses them first, by where it does;
     # and of inputs that nothing uses, by the input ahead of them.
     place: dict[Node, Place]
+    seeds: SeedsByName  # of its layers
 
 
 def laid_out(
@@ -102,7 +104,9 @@ def laid_out(
     before, after = body[: cuts[run[0]]], body[cuts[run[-1] + 1] :]
     numbers = [list(begins)[i] for i in run]
     place = _places(graph, before, layers)
-    found = LayeredGraph(graph, before, layers, after, numbers, numbers.index(template), place)
+    at = numbers.index(template)
+    seeds = numbered(layers, numbers, at)
+    found = LayeredGraph(graph, before, layers, after, numbers, at, place, seeds)
     _compare(found, numbering)
     return found
 
@@ -248,7 +252,7 @@ def _described(
         other, member = layout.place[argument]
         return layer - other, member
 
-    moved = partial(numbering.moved, by=-layout.numbers[layer])
-    marks = provenance.renamed(node.meta.get("custom") or {}, moved)
-    arguments = map_aggregate((node.args, node.kwargs), refer)
+    by = -layout.numbers[layer]
+    marks = provenance.renamed(node.meta.get("custom") or {}, partial(numbering.moved, by=by))
+    arguments = map_aggregate((moved_by(node, layout.seeds, by), node.kwargs), refer)
     return node.op, arguments, _values(node), marks

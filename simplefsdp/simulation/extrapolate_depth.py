@@ -18,6 +18,7 @@ from torch.fx import Graph
 from simplefsdp import _torch
 from simplefsdp.compiler.deep_graph import Deep
 from simplefsdp.compiler.repeated_layers import Numbering, laid_out
+from simplefsdp.compiler.seeds import of_both
 from simplefsdp.frontend.placement import local_nbytes
 from simplefsdp.simulation.trace import TracedStep
 
@@ -55,7 +56,8 @@ def deepen(step: TracedStep, layers: str, depth: int) -> TracedStep:
     layouts = [laid_out(gm.graph, numbering, template) for gm in (step.forward, step.backward)]
     try:
         forward = Deep(layouts[0], numbering, more)
-        backward = Deep(layouts[1], numbering, more, forward.renamed)
+        seeds = of_both(layouts[0].seeds, layouts[1].seeds)
+        backward = Deep(layouts[1], numbering, more, forward.renamed, seeds=seeds)
     except KeyError as error:
         raise ValueError(f"{layers}: a layer lacks what another refers to: {error}") from error
     _check_names(step, forward.graph, backward.graph)
