@@ -36,13 +36,13 @@ def write_inputs_early(graph: Graph, is_ours: Callable[[Node], bool]) -> None:
 
 
 def _reads(target: Node, write: Node) -> list[Node]:
-    """What uses ``target``, or a view of it, beside ``write``."""
+    """What uses ``target``, or a view of it, beside ``write``; if that is sent, the wait, too."""
     found: list[Node] = []
     left = [target]
     while left:
         users = [user for user in left.pop().users if user not in (write, *found)]
         found += users
-        left += [user for user in users if _may_alias(user)]
+        left += [user for user in users if _may_alias(user) or _torch.is_collective_start(user)]
     return found
 
 

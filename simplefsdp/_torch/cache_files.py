@@ -6,14 +6,19 @@ header under the name of the complete one. The next process to find such a file 
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from hashlib import sha256
 from pathlib import Path
 
 from torch._inductor import config
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.compiler._cache import CacheArtifact, CacheArtifactFactory, CacheArtifactManager
+
+log = logging.getLogger("simplefsdp")
+_DIGEST_NBYTES = 32  # of SHA-256, ahead of the content
 
 # What the loader says of a truncated shared object, depending on how much is missing.
 _SHORT = re.compile(
@@ -58,14 +63,19 @@ def cache_folder(name: str) -> Path | None:
 
 
 def read_kept(folder: str, name: str) -> bytes | None:
-    """The content of a file that :func:`keep` wrote; None if it cannot be read."""
+    """The content of a file that :func:`keep` wrote; None if it cannot be read, or has changed."""
     place = cache_folder(folder)
     try:
-        content = (place / name).read_bytes() if place is not None else None
+        written = (place / name).read_bytes() if place is not None else None
     except OSError:
         return None
-    if content is not None:
-        CacheArtifactManager.record_artifact(_Kept.type(), f"{folder}/{name}", content)
+    if written is None:
+        return None
+    content = written[_DIGEST_NBYTES:]
+    if written[:_DIGEST_NBYTES] != sha256(content).digest():
+        log.debug("%s, in the compiler's cache, is damaged, and is made anew", name)
+        return None
+    CacheArtifactManager.record_artifact(_Kept.type(), f"{folder}/{name}", content)
     return content
 
 
@@ -75,7 +85,7 @@ def keep(folder: str, name: str, content: bytes) -> None:
     from torch._inductor.codecache import write_atomic
 
     if (place := cache_folder(folder)) is not None:
-        write_atomic(str(place / name), content, make_dirs=True)
+        write_atomic(str(place / name), sha256(content).digest() + content, make_dirs=True)
         CacheArtifactManager.record_artifact(_Kept.type(), f"{folder}/{name}", content)
 
 

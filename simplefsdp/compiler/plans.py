@@ -149,12 +149,14 @@ def plan_for_all(
 
     def decide() -> str:
         nonlocal mine
-        mine = _attempt(partial(choose, reading, settings, recalled))
-        if isinstance(mine, Exception):
-            told = {"error": str(mine), "users": is_users(mine)}
+        try:  # whatever fails: the others wait to hear of it
+            mine = choose(reading, settings, recalled)
+            buckets = mine.buckets if isinstance(mine, Plan) else mine
+            return text_of_plan(in_names(reading.program, buckets))
+        except Exception as error:
+            mine = error
+            told = {"error": str(error), "users": is_users(error)}
             return json.dumps({"number": next(_numbers), **told})
-        buckets = mine.buckets if isinstance(mine, Plan) else mine
-        return text_of_plan(in_names(reading.program, buckets))
 
     planned, number = decision_for_all(asked, compilation, decide)
     if mine is not None:

@@ -12,8 +12,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 RATE = "lr"  # the option that changes from step to step
-# Attributes in which torch notes what has happened; they are no configuration.
-_NOTES = ("_opt_called", "_warned_capturable_if_run_uncaptured")
+_NO_CONFIGURATION = (
+    *("state", "param_groups"),  # looked at by themselves
+    *("_opt_called", "_warned_capturable_if_run_uncaptured"),  # torch's notes of what has happened
+)
 _NUMBERS = (bool, int, float, complex, str, type(None))
 
 
@@ -25,7 +27,7 @@ def hyperparameters(optimizer: Optimizer) -> dict[str, Any]:
     for g, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
             if key not in ("params", RATE) and not isinstance(value, Tensor):
-                found[f"param_groups[{g}][{key!r}]"] = copy.deepcopy(value)
+                found[f"param_groups[{g}][{key!r}]"] = _plain(value)
         found[f"param_groups[{g}]['params']"] = [(id(p), p.requires_grad) for p in group["params"]]
         states = [optimizer.state.get(p, {}) for p in group["params"]]
         laid_out = [{key: _layout(value) for key, value in state.items()} for state in states]
@@ -48,7 +50,7 @@ def fingerprint(optimizer: Optimizer) -> list[object]:
 
 
 def _attributes(optimizer: Optimizer) -> dict[str, object]:
-    return {key: _plain(v) for key, v in vars(optimizer).items() if key not in _NOTES}
+    return {key: _plain(v) for key, v in vars(optimizer).items() if key not in _NO_CONFIGURATION}
 
 
 def _layout(value: object) -> object:
@@ -58,7 +60,7 @@ def _layout(value: object) -> object:
     return type(value), value.dtype, value.device, value.shape, value.stride(), placements
 
 
-_OPAQUE = "neither a number nor made of such"
+_OPAQUE = "neither a number nor made of numbers"
 
 
 def _plain(value: object) -> object:
@@ -66,7 +68,34 @@ def _plain(value: object) -> object:
         return value
     if isinstance(value, (list, tuple)):
         return tuple(map(_plain, value))
+    if isinstance(value, dict):
+        return tuple((_plain(k), _plain(v)) for k, v in value.items())
+    if isinstance(value, (set, frozenset)):
+        return frozenset(map(_plain, value))
     return _OPAQUE
+
+
+def _containers(value: object) -> Iterator[dict[Any, Any] | list[Any] | set[Any]]:
+    """All that may have been changed in place in ``value``."""
+    if isinstance(value, (dict, list, set)):
+        yield value
+    if isinstance(value, (dict, list, tuple)):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _containers(inner)
+
+
+def _restore(container: dict[Any, Any] | list[Any] | set[Any], before: Any) -> None:
+    container.clear()
+    container.extend(before) if isinstance(container, list) else container.update(before)
+
+
+def _refuse_global_state(optimizer: Optimizer) -> None:
+    others = [key for key, of_param in optimizer.state.items() if not isinstance(of_param, dict)]
+    if others:
+        raise ValueError(
+            f"optimizer: state[{others[0]!r}] is of no parameter, and a compiled step keeps the "
+            "state of parameters alone: make it a tensor of each, or compile the model alone"
+        )
 
 
 @contextmanager
@@ -76,16 +105,19 @@ def unchanged(optimizer: Optimizer) -> Iterator[None]:
 
     Raises:
         ValueError: the step changed a Python number, or the state holds one: a graph of the step
-            would keep its first value for ever.
+            would keep its first value for ever. Or there is state of no parameter.
     """
+    _refuse_global_state(optimizer)
     options = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     numbers = [{k: _plain(v) for k, v in group.items()} for group in options]
-    attributes = dict(vars(optimizer))
+    attributes = {k: v for k, v in vars(optimizer).items() if k not in _NO_CONFIGURATION}
+    containers = [(c, copy.copy(c)) for c in _containers([options, attributes])]
     plain = _attributes(optimizer)
     state = {param: dict(of_param) for param, of_param in optimizer.state.items()}
     fine = False
     try:
         yield
+        _refuse_global_state(optimizer)
         changed = [
             f"param_groups[{g}][{key!r}]"
             for g, group in enumerate(optimizer.param_groups)
@@ -109,6 +141,8 @@ def unchanged(optimizer: Optimizer) -> Iterator[None]:
             )
         fine = True
     finally:
+        for container, before in containers:
+            _restore(container, before)
         for group, before in zip(optimizer.param_groups, options, strict=False):
             group.update(before)
         vars(optimizer).update(attributes)

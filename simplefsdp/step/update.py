@@ -82,8 +82,8 @@ def capture(optimizer: Optimizer, without_gradient: Container[Owner] = ()) -> Up
     name = type(optimizer).__name__
     params = params_of(optimizer)
     trained = {o: p for o, p in params.items() if p.requires_grad and o not in without_gradient}
-    known_state = {(param, key) for param, of in optimizer.state.items() for key in of}
     with unchanged(optimizer), _changed_options(optimizer), _zero_gradients(trained.values()):
+        known_state = {(param, key) for param, of in optimizer.state.items() for key in of}
         try:
             graph, tensors = updates.captured_step(optimizer)
         except updates.MakesState:

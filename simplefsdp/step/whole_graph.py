@@ -130,10 +130,16 @@ def _refuse_others(
     gm: GraphModule, inputs: Sequence[Any], trained: Collection[Node], fqns: Mapping[int, str]
 ) -> None:
     """Refuse inputs that require a gradient but are not trained: an eager backward would put that
-    gradient into ``.grad``, and this graph does not."""
+    gradient into ``.grad``, or go on behind what was computed outside, and this graph does not."""
     for node, value in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=False):
-        wants = isinstance(value, Tensor) and value.requires_grad and value.is_leaf
-        if wants and node not in trained:
+        wants = isinstance(value, Tensor) and value.requires_grad and node not in trained
+        if wants and not value.is_leaf:
+            raise ValueError(
+                f"{node.name}: the loss reads what was computed outside and wants a gradient, and "
+                "this step has no backward there: compute it in the loss, detach() it, or "
+                "compile the model alone"
+            )
+        if wants:
             raise ValueError(
                 f"{fqns.get(id(value), node.name)}: the loss reads it, it wants a gradient, and "
                 "the optimizer does not train it, or did not as it made its state: freeze it "

@@ -64,6 +64,14 @@ def test_a_file_that_is_broken_is_written_anew(text):
     assert plans.recalled("text", never) == PLAN
 
 
+def test_a_name_that_has_changed_is_not_used():
+    plans.recalled("text", lambda: PLAN)
+    (file,) = files()
+    file.write_bytes(file.read_bytes().replace(b'"three"', b'"there"'))
+    assert plans.recalled("text", lambda: PLAN) == PLAN
+    assert plans.recalled("text", never) == PLAN
+
+
 def test_a_folder_that_cannot_be_written_costs_time_only():
     Path(cache_dir(), plans.FOLDER).touch()
     for _ in range(2):

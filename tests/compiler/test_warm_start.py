@@ -278,7 +278,8 @@ def test_a_broken_file_costs_time_only(fake_mesh):
     (file,) = files()
     whole = file.read_bytes()
     texts = [b"", b"(", b"\x80\x04N.", b"garbage"]
-    for content in (*texts, whole[:-100], whole[: len(whole) // 2]):
+    flipped = whole[:-100] + bytes([whole[-100] ^ 1]) + whole[-99:]
+    for content in (*texts, whole[:-100], whole[: len(whole) // 2], flipped):
         file.write_bytes(content)
         with watching() as log:
             assert_equal(trained(mesh), first)
@@ -630,10 +631,12 @@ def test_a_rank_that_compiles_alone_later_waits_for_nobody(own_ranks, tmp_path):
 
 def change_plan(file: Path) -> None:
     """As if another plan had been agreed on."""
-    observed, code = pickle.loads(file.read_bytes())
+    content = _torch.read_kept(warm_start.FOLDER, file.name)
+    assert content is not None
+    observed, code = pickle.loads(content)
     one = observed[True]
     observed[True] = one._replace(planned=one.planned[::-1], launches=one.launches[::-1])
-    file.write_bytes(pickle.dumps((observed, code)))
+    _torch.keep(warm_start.FOLDER, file.name, pickle.dumps((observed, code)))
 
 
 @pytest.mark.slow

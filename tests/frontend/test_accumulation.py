@@ -399,6 +399,19 @@ def test_a_write_stays_behind_other_reads():
     graph.lint()
 
 
+def test_a_write_stays_behind_what_is_sent():
+    graph = Graph()
+    shard, new = graph.placeholder("shard"), graph.placeholder("new")
+    functional = torch.ops._c10d_functional
+    sent = graph.call_function(functional.all_gather_into_tensor.default, (shard, 2, "0"))
+    wait = graph.call_function(functional.wait_tensor.default, (sent,))
+    last = graph.call_function(torch.ops.aten.neg.default, (wait,))
+    write = graph.call_function(torch.ops.aten.copy_.default, (shard, new))
+    graph.output(last)
+    write_inputs_early(graph, lambda value: True)
+    assert write.prev is wait
+
+
 def test_bad_arguments_are_named(fake_mesh):
     mesh = fake_mesh(2)
     model = simple_fsdp(nn.Sequential(Mlp()), mesh)

@@ -434,8 +434,8 @@ class Own(torch.optim.Optimizer):
     """Plain descent, as somebody writes it; ``note`` is called in each step."""
 
     def __init__(self, params, lr=1e-2):
-        super().__init__(params, {"lr": lr, "count": 0})
-        self.count, self.total = 0, torch.zeros(())
+        super().__init__(params, {"lr": lr, "count": 0, "counts": {"all": [0]}})
+        self.count, self.counts, self.total = 0, {"all": [0]}, torch.zeros(())
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -460,6 +460,30 @@ class InState(Own):
         state = self.state[group["params"][0]]
         state["count"] = state.get("count", 0) + 1
         return state["count"]
+
+
+class InDictOfGroup(Own):
+    def note(self, group):
+        group["counts"]["all"][0] += 1
+        return group["counts"]["all"][0]
+
+
+class InDict(Own):
+    def note(self, group):
+        self.counts["all"][0] += 1
+        self.counts["more"] = 1
+        return self.counts["all"][0]
+
+
+class InGlobalState(Own):
+    def note(self, group):
+        self.state["count"] = self.state.get("count", 0) + 1
+        return self.state["count"]
+
+
+class ByDict(Own):
+    def note(self, group):
+        return group["counts"]["all"][0] + self.counts["all"][0]
 
 
 class InAttribute(Own):
@@ -489,6 +513,9 @@ class Wrapped(Own):
     [
         (InGroup, "param_groups.0..'count'. is a number of Python's"),
         (InState, "state.'count'. is a number of Python's"),
+        (InDictOfGroup, "param_groups.0..'counts'. is a number of Python's"),
+        (InDict, "optimizer.counts is a number of Python's"),
+        (InGlobalState, "state.'count'. is of no parameter"),
         (InAttribute, r"assigns to an attribute at each step, \.count"),
         (Wrapped, "its step is wrapped by .*test_compile_step.py"),
     ],
@@ -500,6 +527,7 @@ def test_what_a_graph_would_have_for_ever_is_refused(solo_mesh, kind, said):
     with pytest.raises(ValueError, match=said):
         step(torch.randn(4, WIDTH))
     assert others.param_groups[0]["count"] == others.count == 0
+    assert others.param_groups[0]["counts"] == others.counts == {"all": [0]}
     assert not any(others.state.values())
 
 
@@ -520,6 +548,20 @@ def test_an_optimizer_of_somebodys(solo_mesh, seen):
         step(x)
     check(plain, model)
     assert len(seen) == 1
+
+
+def test_numbers_in_options_may_change(solo_mesh, seen):
+    plain, model, own, others = pair(solo_mesh, ByDict)
+    step = compile_step(loss_with(model), others, options=OPTIONS)
+    for i in range(3):
+        for optimizer in (own, others):
+            optimizer.param_groups[0]["counts"]["all"][0] = min(i, 1)
+            optimizer.counts = {"all": [max(i, 1)]}
+        x = torch.randn(4, WIDTH)
+        plain_step(plain, own, x)
+        step(x)
+    check(plain, model)
+    assert len(seen) == 3
 
 
 def test_a_replaced_step_is_refused(solo_mesh):
@@ -638,6 +680,24 @@ def test_losses_of_another_kind_are_refused(solo_mesh, loss, error):
     step = compile_step(lambda x: loss(model, x), others, options=OPTIONS)
     with pytest.raises((TypeError, ValueError), match=error):
         step(torch.randn(4, WIDTH))
+
+
+@pytest.mark.parametrize(
+    ("made", "error"),
+    [
+        (lambda x: x * 1.5, "computed outside and wants.* compute it in the loss, detach"),
+        (
+            lambda x: x.detach().requires_grad_(),
+            "it wants a gradient, and the optimizer does not train it",
+        ),
+    ],
+)
+def test_gradients_of_inputs_are_refused(solo_mesh, made, error):
+    _, model, _, others = pair(solo_mesh)
+    step = compile_step(loss_with(model), others, options=OPTIONS)
+    outside = nn.Parameter(torch.randn(4, WIDTH))
+    with pytest.raises(ValueError, match=error):
+        step(made(outside))
 
 
 def test_replaced_parameters_are_refused(solo_mesh):
