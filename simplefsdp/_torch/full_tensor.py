@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import UnsupportedFakeTensorException
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from simplefsdp._torch.dynamo import run_as_it_is
@@ -18,7 +19,9 @@ _of_torch = DTensor.full_tensor
 
 
 def handle_full_tensor(
-    handler: Callable[[DTensor], Tensor | None], looks_handled: Callable[[DTensor], bool]
+    handler: Callable[[DTensor], Tensor | None],
+    looks_handled: Callable[[DTensor], bool],
+    computed: Callable[[Tensor, DeviceMesh, Iterator[Tensor | None]], Tensor],
 ) -> None:
     """Have ``handler`` do ``full_tensor()`` for leaf tensors that require a gradient, if it is
     called with grad mode on and without ``grad_placements``.
@@ -27,6 +30,9 @@ def handle_full_tensor(
         handler: gives the full tensor, or None to have torch gather it.
         looks_handled: while Dynamo traces, a fake tensor stands for the leaf: says whether
             ``handler`` may be responsible for such a leaf. If so, the graph breaks there.
+        computed: given the full tensor of what was computed, its mesh, and the leaves that it was
+            computed from as DTensors, gives it with another gradient. While AOTAutograd traces,
+            leaves are not known: each is None.
     """
 
     @functools.wraps(_of_torch)
@@ -36,10 +42,28 @@ def handle_full_tensor(
             full = handler(self)
             if full is None and storage_of(self._local_tensor) and looks_handled(self):
                 _break_the_graph()
+        elif by_default and self.requires_grad:
+            full = computed(_of_torch(self), self.device_mesh, _leaves_of(self))
         return _of_torch(self, grad_placements=grad_placements) if full is None else full
 
     run_as_it_is(full_tensor)
     DTensor.full_tensor = full_tensor  # type: ignore[method-assign]
+
+
+def _leaves_of(tensor: Tensor) -> Iterator[Tensor | None]:
+    """The leaves that ``tensor`` was computed from, without those that were no DTensors then; None
+    in the place of one that AOTAutograd has cut off."""
+    seen, left = set[Any](), [tensor.grad_fn]
+    while left:
+        node: Any = left.pop()
+        if node is None or node in seen or "FromTorchTensor" in node.name():
+            continue
+        seen.add(node)
+        left += [following for following, _ in node.next_functions]
+        if hasattr(node, "variable"):
+            yield node.variable
+        elif node.name() == "torch::autograd::Error":
+            yield None
 
 
 def _break_the_graph() -> None:

@@ -7,29 +7,35 @@ forward, in its own dtype, and its gradient is reduced as those of forward are, 
 divisor. A gradient that is the same on all ranks, as of a penalty, equals its average. As with a
 forward, all ranks must use it in their losses, or none.
 
-This is done for the parameter itself only: for what is computed from it
-(``param.exp().full_tensor()``, ``param.norm().full_tensor()``), and for ``to_local()``, the
+What is computed from parameters (``param.exp().full_tensor()``, ``param.norm().full_tensor()``) is
+gathered by torch, and its gradient is then averaged over the ranks. With ``to_local()``, the
 gradient is torch's.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from simplefsdp._torch import handle_full_tensor
 from simplefsdp.frontend.accumulation import deferral_of
 from simplefsdp.frontend.gather import gather
+from simplefsdp.frontend.gather_spec import GatherSpec
 from simplefsdp.frontend.living import is_sharded_alike, living_shards, owner_of
+from simplefsdp.frontend.reduce import averaged
 from simplefsdp.frontend.wrapped import layouts_of
 
 
 @functools.cache
 def reduce_gradients_of_full_tensors() -> None:
     """Have this done from the first wrap of a process on."""
-    handle_full_tensor(_full_tensor, _looks_wrapped)
+    handle_full_tensor(_full_tensor, _looks_wrapped, _computed)
 
 
 def _full_tensor(param: DTensor) -> Tensor | None:
@@ -42,6 +48,35 @@ def _full_tensor(param: DTensor) -> Tensor | None:
     full = gather(param, *spec.arguments(), **deferral_of(*owner))
     tp = layout.tensor_parallel
     return full if tp is None else tp.rewrap(full).full_tensor()
+
+
+def _computed(full: Tensor, mesh: DeviceMesh, leaves: Iterator[Tensor | None]) -> Tensor:
+    """``full``, whose gradient is averaged if it was computed from a wrapped parameter."""
+    for leaf in leaves:
+        owner = _owner_on(mesh) if leaf is None else owner_of(leaf)
+        layout = None if owner is None else layouts_of(owner[0]).get(owner[1])
+        if layout is not None:
+            return cast(Tensor, _Averaged.apply(full, layout.spec))
+    return full
+
+
+def _owner_on(mesh: DeviceMesh) -> tuple[nn.Module, str] | None:
+    """Who has a parameter on ``mesh``. While a compiler traces, all DTensors there are taken to be
+    computed from such: of what is the same on all ranks, the gradient equals its average."""
+    return next((owner_of(p) for _, p in living_shards() if p.device_mesh == mesh), None)
+
+
+class _Averaged(torch.autograd.Function):
+    """What is the same on all ranks, with a gradient that is not."""
+
+    @staticmethod
+    def forward(ctx: Any, full: Tensor, spec: GatherSpec) -> Tensor:
+        ctx.spec = spec
+        return full.view_as(full)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return averaged(grad, ctx.spec), None
 
 
 def _looks_wrapped(param: DTensor) -> bool:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from simplefsdp._torch import is_to_empty, run_as_it_is
 from simplefsdp.frontend import (
+    containers,
     control,
     forwards,
     generation,
@@ -101,6 +102,7 @@ def _subclass(cls: type[nn.Module]) -> type[nn.Module]:
         **accessors(cls),
         **generation.members(cls),
         **init_flow.members(cls),
+        **containers.members(cls),
     }
     if _has_forward(cls):
         members["forward"] = marked(cls)

@@ -61,6 +61,13 @@ def reduce_deferred(shard_rows: int, spec: GatherSpec, deferral: Deferral) -> Te
     return rows_in_place(_reduce_over_copies(part, shard_rows, spec), spec)
 
 
+def averaged(grad: Tensor, spec: GatherSpec) -> Tensor:
+    """The gradient of a tensor that each rank has whole, over all ranks of a parameter's spec."""
+    shards = ((spec.reduce_group, spec.shard_ranks),) if spec.shard_ranks > 1 else ()
+    whole = spec._replace(shard_ranks=1, copy_groups=(*shards, *spec.copy_groups))
+    return _reduce_over_copies(_reduce_over_shards(grad, whole), 0, whole)
+
+
 def _reduce_over_shards(grad: Tensor, spec: GatherSpec) -> Tensor:
     """This rank's part, with its padding, of the gradient reduced over the shard group."""
     if grad.is_complex():

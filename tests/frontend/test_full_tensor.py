@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from simplefsdp import simple_fsdp
+from simplefsdp import clip_grad_norm_, simple_fsdp
 
+Loss = Callable[[nn.Module, Tensor], Tensor]
 X = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
 
 
@@ -30,32 +32,43 @@ class Model(nn.Module):
         return self.body(x)
 
 
+def full(x: Tensor) -> Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
 def loss_of(model: Model, x: Tensor) -> Tensor:
-    head, scale = (
-        p.full_tensor() if isinstance(p, DTensor) else p for p in (model.head.weight, model.scale)
-    )
+    head, scale = full(model.head.weight), full(model.scale)
     return F.linear(model(x), head).mul(scale.exp()).square().mean() + head.norm()
+
+
+def loss_of_computed(model: Model, x: Tensor) -> Tensor:
+    """Reads what was computed from parameters, as a whole or reduced, and from two of them."""
+    head, norm = full(model.head.weight.t() * model.scale), full(model.head.weight.norm())
+    scale = full(model.scale.exp()) + full(model.head.weight.sum(0) * model.scale).sum()
+    return (model(x) @ head).mul(scale).square().mean().div(norm) + norm + full(model.scale.exp())
 
 
 def share() -> Tensor:
     return X.chunk(dist.get_world_size())[dist.get_rank()]
 
 
-def plain_gradients() -> tuple[Model, dict[str, Tensor]]:
+def plain_gradients(loss: Loss = loss_of) -> tuple[Model, dict[str, Tensor]]:
     torch.manual_seed(0)
     plain = Model()
     wanted = copy.deepcopy(plain)
-    loss_of(wanted, X).backward()
+    loss(wanted, X).backward()
     return plain, {fqn: p.grad for fqn, p in wanted.named_parameters() if p.grad is not None}
 
 
 def check(model: Model, wanted: dict[str, Tensor]) -> None:
     for fqn, param in model.named_parameters():
-        torch.testing.assert_close(param.grad.full_tensor(), wanted[fqn], msg=fqn)
+        torch.testing.assert_close(
+            param.grad.full_tensor(), wanted[fqn], msg=lambda text, fqn=fqn: f"{fqn}: {text}"
+        )
 
 
-def of_all_ranks(mode: str, compiled: str) -> None:
-    model, wanted = plain_gradients()
+def of_all_ranks(mode: str, compiled: str, loss: Loss = loss_of) -> None:
+    model, wanted = plain_gradients(loss)
     ranks = dist.get_world_size()
     simple_fsdp(
         model,
@@ -65,8 +78,10 @@ def of_all_ranks(mode: str, compiled: str) -> None:
     torch._dynamo.reset()
     if "model" in compiled:
         model.compile(backend="simplefsdp", options={"executor": "aot_eager"})
-    loss = torch.compile(loss_of, backend="aot_eager") if "loss" in compiled else loss_of
+    loss = torch.compile(loss, backend="aot_eager") if "loss" in compiled else loss
     loss(model, share()).backward()
+    check(model, wanted)
+    clip_grad_norm_(model, float("inf"))
     check(model, wanted)
     copies = [torch.empty_like(model.scale.to_local()) for _ in range(ranks)]
     dist.all_gather(copies, model.scale.grad.to_local())
@@ -79,8 +94,15 @@ def test_the_gradient_is_that_of_all_ranks(pools, mode, compiled):
     pools(2).run(of_all_ranks, mode, compiled)
 
 
-def test_it_is_with_hybrid_sharding(pools):
-    pools(4).run(of_all_ranks, "hybrid_shard", "model")
+@pytest.mark.parametrize("compiled", ["nothing", "loss"])
+@pytest.mark.parametrize("mode", ["fully_shard", "replicate"])
+def test_so_is_that_of_what_is_computed_from_parameters(pools, mode, compiled):
+    pools(2).run(of_all_ranks, mode, compiled, loss_of_computed)
+
+
+@pytest.mark.parametrize("loss", [loss_of, loss_of_computed])
+def test_it_is_with_hybrid_sharding(pools, loss):
+    pools(4).run(of_all_ranks, "hybrid_shard", "model", loss)
 
 
 class Bilinear(Model):

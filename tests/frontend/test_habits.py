@@ -34,6 +34,36 @@ def meta_zoo() -> nn.Module:
         return Zoo()
 
 
+class Containers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.listed = nn.ParameterList([torch.rand(3) for _ in range(4)])
+        self.named = nn.ParameterDict({name: torch.rand(3) for name in "abc"})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for weight in (*self.listed[1:3], *self.listed[:1], *self.named.copy().values()):
+            x = x * weight
+        return (x + (self.named | {"d": x})["a"] + (self.listed[::2][1])).sum()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_slices_and_copies_of_containers_have_gradients(solo_mesh, compiled):
+    plain = Containers()
+    model, x = simple_fsdp(copy.deepcopy(plain), solo_mesh), torch.rand(3)
+    if compiled:
+        torch._dynamo.reset()
+        model.compile(backend="simplefsdp", options={"executor": "aot_eager"})
+    torch.testing.assert_close(model(x), plain(x))
+    model(x).backward()
+    plain(x).backward()
+    for name, param in plain.named_parameters():
+        grad = model.get_parameter(name).grad
+        wanted = None if param.grad is None else param.grad
+        torch.testing.assert_close(grad if grad is None else grad.full_tensor(), wanted, msg=name)
+    model.listed.append(nn.Parameter(torch.rand(3)))  # a parameter, outside of forward
+    assert len(list(model.listed.parameters())) == 5
+
+
 def test_dcp_reads_every_parameter_and_gathers_none(fake_mesh, no_collectives):
     model = simple_fsdp(Zoo(), fake_mesh(2))
     optimizer = torch.optim.AdamW(model.parameters())
