@@ -327,7 +327,9 @@ def _told_of_now(gm: GraphModule) -> tuple[dict[int, str], _Pairs, _Pairs]:
     sums: _Pairs = []
     kept: _Pairs = []
     for node in gathers_of(gm):
-        place = place_of[node.args[0]]  # type: ignore[index]
+        place = place_of.get(node.args[0])  # type: ignore[arg-type]
+        if place is None:
+            continue  # functional_call has put what was computed in the place of a parameter
         if "until" in node.kwargs:
             until[place] = str(node.kwargs["until"])
         for name, value in node.kwargs.items():

@@ -26,9 +26,9 @@ def noting_gathers(gm: GraphModule) -> Callable[[Callable[..., Any]], Callable[.
     # By process group: place among the inputs, and name in the graph, of each gather in order.
     gathered: dict[str, list[tuple[int, str]]] = {}
     for node in gathers_of(gm):
-        spec = spec_of(node)
-        if spec.shard_ranks > 1 and "kept" not in node.kwargs:
-            place = place_of[node.args[0]]  # type: ignore[index]
+        spec, place = spec_of(node), place_of.get(node.args[0])  # type: ignore[arg-type]
+        # By functional_call, what was computed may stand in the place of a parameter.
+        if spec.shard_ranks > 1 and "kept" not in node.kwargs and place is not None:
             gathered.setdefault(spec.shard_group, []).append((place, spec.fqn))
     # By process group: names of the parameters of the last call, and what that call gathered.
     last = {group: ([""], rank_sequence.gathered(())) for group in gathered}

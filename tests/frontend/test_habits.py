@@ -41,7 +41,7 @@ class Containers(nn.Module):
         self.named = nn.ParameterDict({name: torch.rand(3) for name in "abc"})
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for weight in (*self.listed[1:3], *self.listed[:1], *self.named.copy().values()):
+        for weight in [*list(self.listed[1:3]), self.listed[:1][0], *self.named.copy().values()]:
             x = x * weight
         return (x + (self.named | {"d": x})["a"] + (self.listed[::2][1])).sum()
 

@@ -191,9 +191,18 @@ class Scaled(nn.Module):
         return torch.func.functional_call(self.inner, weights, (x,))
 
 
+class ScaledShards(Scaled):
+    """Of the parameters as its inner module has them."""
+
+    def forward(self, x):
+        weights = {name: param * 1.5 for name, param in self.inner.named_parameters()}
+        return torch.func.functional_call(self.inner, weights, (x,)) * self.gain
+
+
+@pytest.mark.parametrize("kind", [Scaled, ScaledShards])
 @pytest.mark.parametrize("executor", [None, "aot_eager"])
-def test_weights_that_a_forward_computes(solo_mesh, executor):
-    plain, x = Scaled(), torch.rand(2, 4)
+def test_weights_that_a_forward_computes(solo_mesh, executor, kind):
+    plain, x = kind(), torch.rand(2, 4)
     model = simple_fsdp(copy.deepcopy(plain), solo_mesh)
     if executor:
         model.compile(backend="simplefsdp", fullgraph=True, options={"executor": executor})
