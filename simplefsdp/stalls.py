@@ -48,7 +48,7 @@ class _Watch(threading.Thread):
     def __init__(self) -> None:
         super().__init__(name="simplefsdp-stalls", daemon=True)
         self.watched = dict[int, Watched]()  # by ``id``: those that go on, of all threads
-        self._signs = itertools.count(1)
+        self._signs = itertools.count(time.time_ns())  # none is what an earlier watch left behind
 
     def run(self) -> None:
         while True:

@@ -57,6 +57,14 @@ def waits(how: str, late: tuple[int, ...]) -> list[str]:
         return logged(lambda: call(x))
 
 
+def leave_signs(ranks: range) -> None:
+    """Those that one look at three forwards leaves, by an earlier watch."""
+    watch = stalls._Watch()
+    watch.watched[0] = stalls.Watched(ranks, time.monotonic(), is_told=True)
+    for _ in range(3):
+        watch.look()
+
+
 def goes_on_elsewhere(late: int) -> list[str]:
     """Of a forward that each rank is in, in which ranks look by turns: rank 1 begins ``late``
     looks after rank 0, and both have others inside of it, and in other threads."""
@@ -86,6 +94,7 @@ def goes_on_elsewhere(late: int) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stalls, "_LONG_S", 0.0)
         patch.setattr(stalls._Watch, "is_alive", lambda watch: True)  # looks only when told
+        leave_signs(ranks)
         patch.setattr(stalls, "_watch", [stalls._Watch()])
         return logged(forward)
 

@@ -56,7 +56,7 @@ from simplefsdp._torch.dynamo import (
     traces_for,
     with_own_code,
 )
-from simplefsdp._torch.full_tensor import handle_full_tensor
+from simplefsdp._torch.full_tensor import Other, Source, handle_full_tensor
 from simplefsdp._torch.gloo import mend_gloo_gathers
 from simplefsdp._torch.graph_key import UnknownGraphError, key_of_graph, meshes_of
 from simplefsdp._torch.initialisers import filled_by_trunc_normal

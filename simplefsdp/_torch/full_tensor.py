@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
+from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -18,10 +19,20 @@ from simplefsdp._torch.tensors import storage_of
 _of_torch = DTensor.full_tensor
 
 
+class Other(Enum):
+    """What a DTensor was computed from, if it is no leaf."""
+
+    PLAIN = auto()  # a plain tensor, by ``DTensor.from_local``
+    UNKNOWN = auto()  # an input of what a compiler traces, of which it does not tell more
+
+
+Source = Tensor | Other
+
+
 def handle_full_tensor(
     handler: Callable[[DTensor], Tensor | None],
     looks_handled: Callable[[DTensor], bool],
-    computed: Callable[[Tensor, DeviceMesh, Iterator[Tensor | None]], Tensor],
+    computed: Callable[[Tensor, DeviceMesh, Sequence[Source]], Tensor | None],
 ) -> None:
     """Have ``handler`` do ``full_tensor()`` for leaf tensors that require a gradient, if it is
     called with grad mode on and without ``grad_placements``.
@@ -30,9 +41,8 @@ def handle_full_tensor(
         handler: gives the full tensor, or None to have torch gather it.
         looks_handled: while Dynamo traces, a fake tensor stands for the leaf: says whether
             ``handler`` may be responsible for such a leaf. If so, the graph breaks there.
-        computed: given the full tensor of what was computed, its mesh, and the leaves that it was
-            computed from as DTensors, gives it with another gradient. While AOTAutograd traces,
-            leaves are not known: each is None.
+        computed: given the full tensor of what was computed, its mesh, and what it was computed
+            from, gives it with another gradient; or None, to have the graph break there.
     """
 
     @functools.wraps(_of_torch)
@@ -43,27 +53,32 @@ def handle_full_tensor(
             if full is None and storage_of(self._local_tensor) and looks_handled(self):
                 _break_the_graph()
         elif by_default and self.requires_grad:
-            full = computed(_of_torch(self), self.device_mesh, _leaves_of(self))
+            full = computed(_of_torch(self), self.device_mesh, _sources_of(self))
+            if full is None:
+                _break_the_graph()
         return _of_torch(self, grad_placements=grad_placements) if full is None else full
 
     run_as_it_is(full_tensor)
     DTensor.full_tensor = full_tensor  # type: ignore[method-assign]
 
 
-def _leaves_of(tensor: Tensor) -> Iterator[Tensor | None]:
-    """The leaves that ``tensor`` was computed from, without those that were no DTensors then; None
-    in the place of one that AOTAutograd has cut off."""
-    seen, left = set[Any](), [tensor.grad_fn]
+def _sources_of(tensor: Tensor) -> list[Source]:
+    """What ``tensor`` was computed from by operators on DTensors."""
+    seen, left, found = set[Any](), [tensor.grad_fn], list[Source]()
     while left:
         node: Any = left.pop()
-        if node is None or node in seen or "FromTorchTensor" in node.name():
+        if node is None or node in seen:
             continue
         seen.add(node)
-        left += [following for following, _ in node.next_functions]
-        if hasattr(node, "variable"):
-            yield node.variable
+        if "FromTorchTensor" in node.name():
+            found.append(Other.PLAIN)
         elif node.name() == "torch::autograd::Error":
-            yield None
+            found.append(Other.UNKNOWN)
+        elif hasattr(node, "variable"):
+            found.append(node.variable)
+        else:
+            left += [following for following, _ in node.next_functions]
+    return found
 
 
 def _break_the_graph() -> None:

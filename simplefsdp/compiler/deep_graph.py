@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from simplefsdp import _torch, provenance
 from simplefsdp.compiler.repeated_layers import LayeredGraph, Numbering, Place
-from simplefsdp.compiler.seeds import SeedsByName, check, move, move_outside
+from simplefsdp.compiler.seeds import SeedsByName, check, move_outside, moved_by
 
 # The name of an input in a deep graph, given its name in the shallow graph and the number of its
 # layer there and in the deep graph; None to name it as if there were no such function.
@@ -158,7 +158,7 @@ class Deep:
         made.args, made.kwargs = arguments, keywords
         made.meta = self._renumbered(node.meta, by, at_least)
         if node in self.layout.place:
-            move(made, self.seeds, by)
+            made.args = moved_by(made, self.seeds, by)
         else:
             move_outside(made, self.seeds, len(self.copies))
         return made

@@ -36,10 +36,10 @@ def numbered(
     up = numbers[template + 1] - numbers[template]
     for ours, theirs in zip(layers[template], layers[template + 1], strict=True):
         if is_lookup_of_seed(ours):
-            (seeds, index), (_, other) = _looked_up(ours), _looked_up(theirs)
+            (seeds, index), (others, other) = _looked_up(ours), _looked_up(theirs)
             its = Seeds((other - index) * up, index)
             known = found.get(seeds, its)
-            if its.step != known.step or its.step < 1:
+            if others != seeds or its.step != known.step or its.step < 1:
                 raise ValueError(_OTHERWISE.format(ours.format_node()))
             found[seeds] = min(known, its)
     return found
@@ -60,12 +60,6 @@ def moved_by(node: Node, seeds: SeedsByName, by: int) -> tuple[Any, ...]:
         return node.args
     drawn, index = _looked_up(node)
     return node.args[0], index + (seeds[drawn].step * by if drawn in seeds else 0)
-
-
-def move(node: Node, seeds: SeedsByName, by: int) -> None:
-    """Have ``node``, which was copied from a layer ``by`` layers before its own, look up the seed
-    of its own."""
-    node.args = moved_by(node, seeds, by)
 
 
 def move_outside(node: Node, seeds: SeedsByName, more: int) -> None:
@@ -91,8 +85,10 @@ def of_both(forward: SeedsByName, backward: SeedsByName) -> SeedsByName:
 
 
 def check(graph: Graph) -> None:
-    """ValueError unless each seed that ``graph`` draws is looked up once at most."""
-    for seeds in filter(is_draw_of_seeds, graph.nodes):
+    """ValueError unless each seed that is looked up is there, and each that ``graph`` draws is
+    looked up once at most."""
+    for seeds in {node.all_input_nodes[0] for node in filter(is_lookup_of_seed, graph.nodes)}:
         found = [_looked_up(node)[1] for node in seeds.users if is_lookup_of_seed(node)]
-        if len({*found}) < len(found) or not {*found} <= {*range(seeds.args[0])}:
+        is_twice = is_draw_of_seeds(seeds) and len({*found}) < len(found)
+        if is_twice or max(found) >= seeds.meta["val"].numel():
             raise ValueError(_OTHERWISE.format(seeds.format_node()))

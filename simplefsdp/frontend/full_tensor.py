@@ -8,14 +8,14 @@ divisor. A gradient that is the same on all ranks, as of a penalty, equals its a
 forward, all ranks must use it in their losses, or none.
 
 What is computed from parameters (``param.exp().full_tensor()``, ``param.norm().full_tensor()``) is
-gathered by torch, and its gradient is then averaged over the ranks. With ``to_local()``, the
-gradient is torch's.
+gathered by torch, and its gradient is then averaged over the ranks, at once, also in a micro-batch.
+With ``to_local()``, the gradient is torch's.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from simplefsdp._torch import handle_full_tensor
+from simplefsdp._torch import Other, Source, handle_full_tensor, has_no_data, is_traced_tensor
 from simplefsdp.frontend.accumulation import deferral_of
 from simplefsdp.frontend.gather import gather
 from simplefsdp.frontend.gather_spec import GatherSpec
@@ -50,24 +50,43 @@ def _full_tensor(param: DTensor) -> Tensor | None:
     return full if tp is None else tp.rewrap(full).full_tensor()
 
 
-def _computed(full: Tensor, mesh: DeviceMesh, leaves: Iterator[Tensor | None]) -> Tensor:
-    """``full``, whose gradient is averaged if it was computed from a wrapped parameter."""
-    for leaf in leaves:
-        owner = _owner_on(mesh) if leaf is None else owner_of(leaf)
-        layout = None if owner is None else layouts_of(owner[0]).get(owner[1])
-        if layout is not None:
-            return cast(Tensor, _Averaged.apply(full, layout.spec))
-    return full
+def _computed(full: Tensor, mesh: DeviceMesh, sources: Sequence[Source]) -> Tensor | None:
+    """``full``, whose gradient is averaged if it was computed from wrapped parameters alone; None
+    while Dynamo traces, if it cannot tell: AOTAutograd, which comes later, knows still less."""
+    if has_no_data(full):
+        known = {*sources} == {Other.PLAIN} or all(map(_may_be_wrapped, sources))
+        return full if known or _spec_on(mesh) is None else None
+    if is_traced_tensor(full):
+        spec = _spec_on(mesh) if {*sources} == {Other.UNKNOWN} else None
+    else:
+        specs = [_spec_of(source) for source in sources if isinstance(source, DTensor)]
+        spec = next((spec for spec in specs if spec is not None), None)
+        if spec is not None and Other.PLAIN in sources:
+            raise ValueError(
+                f"{spec.fqn}: full_tensor() of what was computed from a parameter and an "
+                "activation, whose gradients are reduced in different ways: call it for each"
+            )
+    return full if spec is None else cast(Tensor, _Averaged.apply(full, spec))
 
 
-def _owner_on(mesh: DeviceMesh) -> tuple[nn.Module, str] | None:
-    """Who has a parameter on ``mesh``. While a compiler traces, all DTensors there are taken to be
-    computed from such: of what is the same on all ranks, the gradient equals its average."""
-    return next((owner_of(p) for _, p in living_shards() if p.device_mesh == mesh), None)
+def _may_be_wrapped(source: Source) -> bool:
+    return isinstance(source, DTensor) and _looks_wrapped(source)
+
+
+def _spec_of(param: DTensor) -> GatherSpec | None:
+    owner = owner_of(param)
+    layout = None if owner is None else layouts_of(owner[0]).get(owner[1])
+    return None if layout is None else layout.spec
+
+
+def _spec_on(mesh: DeviceMesh) -> GatherSpec | None:
+    """How a wrapped parameter on ``mesh`` is gathered; None if there is none."""
+    specs = (_spec_of(p) for _, p in living_shards() if p.device_mesh == mesh)
+    return next((spec for spec in specs if spec is not None), None)
 
 
 class _Averaged(torch.autograd.Function):
-    """What is the same on all ranks, with a gradient that is not."""
+    """What is the same on all ranks, with a gradient that may not be."""
 
     @staticmethod
     def forward(ctx: Any, full: Tensor, spec: GatherSpec) -> Tensor:

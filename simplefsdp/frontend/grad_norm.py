@@ -56,7 +56,7 @@ def clip_grad_norm_(
         model_or_params = model_or_params.parameters()
     params = [model_or_params] if isinstance(model_or_params, Tensor) else list(model_or_params)
     refuse_waiting(params, "clip_grad_norm_")
-    _finish_sums(params)
+    _place_alike(params)
     grads = [p.grad for p in params if p.grad is not None]
     total = _total_norm([(p, p.grad) for p in params], float(norm_type), torch._foreach_norm)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
@@ -136,13 +136,16 @@ def _shard_groups(param: Tensor) -> tuple[ProcessGroup, ...]:
     return tuple(param.device_mesh.get_group(dim) for dim in sharded)
 
 
-def _finish_sums(params: Iterable[Tensor]) -> None:
-    """Add up gradients whose parts the ranks still have, as DTensor leaves them behind what a loss
-    computes with parameters as DTensors."""
+def _place_alike(params: Iterable[Tensor]) -> None:
+    """Place gradients as their parameters are, which DTensor leaves whole, or as parts of a sum,
+    behind what a loss computes with parameters as DTensors."""
     for param in params:
         grad = param.grad
-        if isinstance(grad, DTensor) and any(p.is_partial() for p in grad.placements):
-            param.grad = grad.redistribute(placements=param.placements)  # type: ignore[attr-defined]
+        if isinstance(param, DTensor) and isinstance(grad, DTensor):
+            pairs = zip(grad.placements, param.placements, strict=True)
+            others = [its for its, wanted in pairs if its != wanted]
+            if others and all(its.is_replicate() or its.is_partial() for its in others):
+                param.grad = grad.redistribute(placements=param.placements)
 
 
 def _check_placed_alike(param: Tensor, grad: Tensor) -> None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from enum import Enum
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
@@ -16,7 +20,8 @@ _NO_CONFIGURATION = (
     *("state", "param_groups"),  # looked at by themselves
     *("_opt_called", "_warned_capturable_if_run_uncaptured"),  # torch's notes of what has happened
 )
-_NUMBERS = (bool, int, float, complex, str, type(None))
+_NUMBERS = (bool, int, float, complex, str, type(None), Enum, torch.dtype, torch.device)
+_Container = dict[Any, Any] | list[Any] | set[Any] | deque[Any]
 
 
 def hyperparameters(optimizer: Optimizer) -> dict[str, Any]:
@@ -63,30 +68,43 @@ def _layout(value: object) -> object:
 _OPAQUE = "neither a number nor made of numbers"
 
 
-def _plain(value: object) -> object:
+def _plain(value: object, inside: tuple[int, ...] = ()) -> object:
+    """``value`` as far as a graph may have built it in; what is ``inside`` of itself is opaque."""
     if isinstance(value, _NUMBERS):
         return value
-    if isinstance(value, (list, tuple)):
-        return tuple(map(_plain, value))
+    parts = _parts(value)
+    if parts is None or id(value) in inside:
+        return _OPAQUE
+    plain = (_plain(part, (*inside, id(value))) for part in parts)
+    return frozenset(plain) if isinstance(value, (set, frozenset)) else tuple(plain)
+
+
+def _parts(value: object) -> Iterable[object] | None:
     if isinstance(value, dict):
-        return tuple((_plain(k), _plain(v)) for k, v in value.items())
-    if isinstance(value, (set, frozenset)):
-        return frozenset(map(_plain, value))
-    return _OPAQUE
+        return value.items()
+    if isinstance(value, (list, tuple, deque, set, frozenset)):
+        return value
+    if is_dataclass(value) and not isinstance(value, type):
+        return [type(value).__qualname__, *(getattr(value, f.name) for f in fields(value))]
+    return None
 
 
-def _containers(value: object) -> Iterator[dict[Any, Any] | list[Any] | set[Any]]:
-    """All that may have been changed in place in ``value``."""
-    if isinstance(value, (dict, list, set)):
-        yield value
-    if isinstance(value, (dict, list, tuple)):
+def _containers(value: object, seen: set[int]) -> Iterator[_Container]:
+    """All that may have been changed in place in ``value``, but what was ``seen``."""
+    if isinstance(value, (dict, list, set, deque, tuple)) and id(value) not in seen:
+        seen.add(id(value))
+        if not isinstance(value, tuple):
+            yield value
         for inner in value.values() if isinstance(value, dict) else value:
-            yield from _containers(inner)
+            yield from _containers(inner, seen)
 
 
-def _restore(container: dict[Any, Any] | list[Any] | set[Any], before: Any) -> None:
+def _restore(container: _Container, before: Any) -> None:
     container.clear()
-    container.extend(before) if isinstance(container, list) else container.update(before)
+    if isinstance(container, (list, deque)):
+        container.extend(before)
+    else:
+        container.update(before)
 
 
 def _refuse_global_state(optimizer: Optimizer) -> None:
@@ -111,7 +129,7 @@ def unchanged(optimizer: Optimizer) -> Iterator[None]:
     options = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     numbers = [{k: _plain(v) for k, v in group.items()} for group in options]
     attributes = {k: v for k, v in vars(optimizer).items() if k not in _NO_CONFIGURATION}
-    containers = [(c, copy.copy(c)) for c in _containers([options, attributes])]
+    containers = [(c, copy.copy(c)) for c in _containers([options, attributes], set())]
     plain = _attributes(optimizer)
     state = {param: dict(of_param) for param, of_param in optimizer.state.items()}
     fine = False

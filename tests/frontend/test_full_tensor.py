@@ -100,6 +100,70 @@ def test_so_is_that_of_what_is_computed_from_parameters(pools, mode, compiled):
     pools(2).run(of_all_ranks, mode, compiled, loss_of_computed)
 
 
+def gathered(head: Tensor) -> Tensor:
+    """A loss of this rank's rows of what all ranks have computed."""
+    rows = len(share())
+    return head.full_tensor().narrow(0, rows * dist.get_rank(), rows).square().sum()
+
+
+def of_activations(how: str) -> None:
+    torch.manual_seed(0)
+    plain = Model()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = simple_fsdp(copy.deepcopy(plain), mesh)
+    torch._dynamo.reset()
+
+    def loss_of(x: Tensor) -> Tensor:
+        return loss(DTensor.from_local(x, mesh, [Shard(0)]) * 2.0)
+
+    loss = torch.compile(gathered, backend="aot_eager") if how == "in parts" else gathered
+    whole = torch.compile(loss_of, backend="aot_eager") if how == "whole" else loss_of
+    whole(model(share())).backward()
+    plain(share()).mul(2.0).square().sum().backward()  # this rank's: an average is of both
+    for name in ("body.weight", "body.bias"):
+        grad = plain.get_parameter(name).grad
+        dist.all_reduce(grad)
+        mean = grad / dist.get_world_size()
+        torch.testing.assert_close(model.get_parameter(name).grad.full_tensor(), mean)
+    own = nn.Parameter(DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0)]))
+    torch._dynamo.reset()
+
+    def first_rows(param: DTensor) -> Tensor:
+        return (param * 3.0).full_tensor()[: 2 + dist.get_rank()].sum()
+
+    torch.compile(first_rows, backend="aot_eager")(own).backward()
+    assert own.grad.to_local().sum() == (18 if dist.get_rank() == 0 else 9)
+
+
+def of_few_rows() -> None:
+    model = nn.Linear(3, 1)
+    wanted = copy.deepcopy(model)
+    simple_fsdp(model, init_device_mesh("cpu", (2,)))
+    for m in (wanted, model):
+        sum(full(p.square().sum()) for p in m.parameters()).backward()
+    norm = torch.nn.utils.clip_grad_norm_(wanted.parameters(), 0.1)
+    torch.testing.assert_close(clip_grad_norm_(model, 0.1), norm)
+    torch.optim.AdamW(model.parameters()).step()
+    for name, param in wanted.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name).grad.full_tensor(), param.grad)
+
+
+def test_fewer_rows_than_ranks(pools):
+    pools(2).run(of_few_rows)
+
+
+@pytest.mark.parametrize("how", ["eager", "in parts", "whole"])
+def test_the_gradient_of_an_activation_is_torchs(pools, how):
+    pools(2).run(of_activations, how)
+
+
+def test_a_parameter_and_an_activation_are_read_apart(solo_mesh):
+    model = simple_fsdp(Model(), solo_mesh)
+    both = DTensor.from_local(model(X), solo_mesh, [Shard(0)]) * model.scale
+    with pytest.raises(ValueError, match="scale: full_tensor"):
+        both.full_tensor()
+
+
 @pytest.mark.parametrize("loss", [loss_of, loss_of_computed])
 def test_it_is_with_hybrid_sharding(pools, loss):
     pools(4).run(of_all_ranks, "hybrid_shard", "model", loss)

@@ -60,8 +60,10 @@ def test_slices_and_copies_of_containers_have_gradients(solo_mesh, compiled):
         grad = model.get_parameter(name).grad
         wanted = None if param.grad is None else param.grad
         torch.testing.assert_close(grad if grad is None else grad.full_tensor(), wanted, msg=name)
-    model.listed.append(nn.Parameter(torch.rand(3)))  # a parameter, outside of forward
-    assert len(list(model.listed.parameters())) == 5
+    listed, named = model.listed[:2], model.named.copy()  # outside of forward, all are parameters
+    listed.append(torch.rand(3))
+    named["new"] = torch.rand(3)
+    assert (len(list(listed.parameters())), len(list(named.parameters()))) == (3, 4)
 
 
 def test_dcp_reads_every_parameter_and_gathers_none(fake_mesh, no_collectives):

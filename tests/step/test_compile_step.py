@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import enum
 import functools
 import gc
 import inspect
@@ -481,9 +483,25 @@ class InGlobalState(Own):
         return self.state["count"]
 
 
+class Sign(enum.Enum):
+    UP = 1.0
+    DOWN = 2.0
+
+
+@dataclasses.dataclass
+class Config:
+    scale: float = 0.5
+
+
 class ByDict(Own):
+    def __init__(self, params, lr=1e-2):
+        super().__init__(params, lr)
+        self.counts["itself"] = self.counts
+        self.sign, self.config = Sign.UP, Config()
+
     def note(self, group):
-        return group["counts"]["all"][0] + self.counts["all"][0]
+        scale = self.sign.value * self.config.scale
+        return scale * (group["counts"]["all"][0] + self.counts["all"][0])
 
 
 class InAttribute(Own):
@@ -553,15 +571,17 @@ def test_an_optimizer_of_somebodys(solo_mesh, seen):
 def test_numbers_in_options_may_change(solo_mesh, seen):
     plain, model, own, others = pair(solo_mesh, ByDict)
     step = compile_step(loss_with(model), others, options=OPTIONS)
-    for i in range(3):
+    for i in range(5):
         for optimizer in (own, others):
             optimizer.param_groups[0]["counts"]["all"][0] = min(i, 1)
             optimizer.counts = {"all": [max(i, 1)]}
+            optimizer.sign = Sign.UP if i < 3 else Sign.DOWN
+            optimizer.config.scale = 0.5 if i < 4 else 0.25
         x = torch.randn(4, WIDTH)
         plain_step(plain, own, x)
         step(x)
     check(plain, model)
-    assert len(seen) == 3
+    assert len(seen) == 5
 
 
 def test_a_replaced_step_is_refused(solo_mesh):
