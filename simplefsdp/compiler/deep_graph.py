@@ -98,7 +98,8 @@ class Deep:
             self.made[node] = self._made(node, node.name, self.at_end, after, high)
         self._output()
         self.graph.lint()
-        check(self.graph)
+        if self.seeds:
+            check(self.graph)
 
     def _referring(self, deep: int, source: int) -> Callable[[Node], Node]:
         """A function that gives, for an argument of a node in the layer ``source``, the argument of

@@ -56,7 +56,7 @@ def _looked_up(node: Node) -> tuple[str, int]:
 def moved_by(node: Node, seeds: SeedsByName, by: int) -> tuple[Any, ...]:
     """The arguments of ``node``, which is in a layer, or those of its counterpart in the layer that
     is ``by`` layers on, if they look up a seed."""
-    if not is_lookup_of_seed(node):
+    if not seeds or not is_lookup_of_seed(node):
         return node.args
     drawn, index = _looked_up(node)
     return node.args[0], index + (seeds[drawn].step * by if drawn in seeds else 0)
@@ -65,7 +65,7 @@ def moved_by(node: Node, seeds: SeedsByName, by: int) -> tuple[Any, ...]:
 def move_outside(node: Node, seeds: SeedsByName, more: int) -> None:
     """Have ``node``, which is in no layer, look up or draw the seeds of a graph with ``more``
     layers ahead of the template."""
-    if is_lookup_of_seed(node):
+    if seeds and is_lookup_of_seed(node):
         drawn, index = _looked_up(node)
         if drawn in seeds and index >= seeds[drawn].first:
             node.args = node.args[0], index + seeds[drawn].step * more

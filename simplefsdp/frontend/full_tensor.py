@@ -29,7 +29,7 @@ from simplefsdp.frontend.gather import gather
 from simplefsdp.frontend.gather_spec import GatherSpec
 from simplefsdp.frontend.living import is_sharded_alike, living_shards, owner_of
 from simplefsdp.frontend.reduce import averaged
-from simplefsdp.frontend.wrapped import layouts_of
+from simplefsdp.frontend.wrapped import ParameterLayout, layouts_of
 
 
 @functools.cache
@@ -41,7 +41,7 @@ def reduce_gradients_of_full_tensors() -> None:
 def _full_tensor(param: DTensor) -> Tensor | None:
     """The full tensor of a wrapped parameter, on every rank; None of any other tensor."""
     owner = owner_of(param) if isinstance(param, nn.Parameter) and not param.is_meta else None
-    layout = None if owner is None else layouts_of(owner[0]).get(owner[1])
+    layout = _layout_of(owner)
     if owner is None or layout is None:
         return None
     spec = layout.spec._replace(param_dtype=None, tensor_class="")
@@ -73,9 +73,12 @@ def _may_be_wrapped(source: Source) -> bool:
     return isinstance(source, DTensor) and _looks_wrapped(source)
 
 
+def _layout_of(owner: tuple[nn.Module, str] | None) -> ParameterLayout | None:
+    return None if owner is None else layouts_of(owner[0]).get(owner[1])
+
+
 def _spec_of(param: DTensor) -> GatherSpec | None:
-    owner = owner_of(param)
-    layout = None if owner is None else layouts_of(owner[0]).get(owner[1])
+    layout = _layout_of(owner_of(param))
     return None if layout is None else layout.spec
 
 

@@ -89,14 +89,15 @@ def _parts(value: object) -> Iterable[object] | None:
     return None
 
 
-def _containers(value: object, seen: set[int]) -> Iterator[_Container]:
-    """All that may have been changed in place in ``value``, but what was ``seen``."""
-    if isinstance(value, (dict, list, set, deque, tuple)) and id(value) not in seen:
-        seen.add(id(value))
-        if not isinstance(value, tuple):
-            yield value
-        for inner in value.values() if isinstance(value, dict) else value:
-            yield from _containers(inner, seen)
+def _containers(value: object, inside: tuple[int, ...] = ()) -> Iterator[_Container]:
+    """All that may have been changed in place in ``value``."""
+    parts = _parts(value)
+    if parts is None or id(value) in inside:
+        return
+    if isinstance(value, (dict, list, set, deque)):
+        yield value
+    for part in parts:
+        yield from _containers(part, (*inside, id(value)))
 
 
 def _restore(container: _Container, before: Any) -> None:
@@ -129,7 +130,7 @@ def unchanged(optimizer: Optimizer) -> Iterator[None]:
     options = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     numbers = [{k: _plain(v) for k, v in group.items()} for group in options]
     attributes = {k: v for k, v in vars(optimizer).items() if k not in _NO_CONFIGURATION}
-    containers = [(c, copy.copy(c)) for c in _containers([options, attributes], set())]
+    containers = [(c, copy.copy(c)) for c in _containers([options, attributes])]
     plain = _attributes(optimizer)
     state = {param: dict(of_param) for param, of_param in optimizer.state.items()}
     fine = False
